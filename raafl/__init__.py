@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     lower = name.islower() and not name.startswith("_")  # only methods have lower-case names
-    public = lower and importlib.util.find_spec(f"raafl.{name}") is None  # no submodule, as raafl.data
+    public = lower and importlib.util.find_spec(f"raafl.{name}") is None  # not a submodule, such as raafl.data
     methods = importlib.import_module("raafl.algorithms").ALGORITHMS if public or name == "__all__" else {}
     if name == "__all__":
         return sorted([*_HOME, *methods, "__version__"])

@@ -111,7 +111,7 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 def user_frame(error: BaseException) -> str:
     """Return the innermost file and line of the user's code in an error's traceback, as `` (FILE:LINE)``; empty if unknown."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) and error.filename is not None:  # never run, so it has no frame
+    if isinstance(error, SyntaxError) and error.filename is not None:  # a file that cannot run has no frame
         places.append((error.filename, error.lineno))
     own = [one for one in places if "site-packages" not in one[0] and not one[0].startswith(_NOT_THE_USERS)]
     if not own:

@@ -111,7 +111,7 @@ class _Resume(importlib.abc.MetaPathFinder):
         return spec
 
     def _take(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        # only a real import gets here; `find_spec("torchmetrics")` alone must leave the finder in place
+        # only a real import calls this; `find_spec("torchmetrics")` alone leaves the finder in place
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         return self.package

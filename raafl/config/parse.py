@@ -58,7 +58,8 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     jsonargparse.set_parsing_settings(
         subclasses_enabled=[parts[name] for name in ("Algorithm", "Partition") if name in parts],
         instantiate_subclass_spec_in_any=False,  # without a declared type, a value stays plain data
-        # empty, since raafl checks imports itself: no config may name os.system, subprocess, pickle and the like
+        # the list is empty, since raafl checks imports itself: no config may name os.system, subprocess, pickle and the
+        # like
         import_path_denylist=[],
     )
     parser = jsonargparse.ArgumentParser(
@@ -76,7 +77,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     for package in packages[1:]:
         hints["model"] |= Callable[[], sys.modules[package].LightningModule]
         hints["data"] |= Callable[[], sys.modules[package].LightningDataModule]
-    # plain data, since only the server creates the loggers, later
+    # loggers stay plain data here, since only the server creates them, later
     hints["logger"] = str | dict[str, Any] | list[str | dict[str, Any]] | None
     groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
     for field in sorted(fields(Experiment), key=lambda field: [*GROUPS].index(ABOUT[field.name].group)):
@@ -239,11 +240,11 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
 
     try:
         namespace = parser.parse_args(argv)
-        # a section given as a single value, as in `train: 5`
+        # the config has a single value in place of a section, as in `train: 5`
         if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:
             raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
         _count_clients(namespace)
-        # nulls are kept in the text; the values were validated above
+        # the text keeps nulls, and needs no validation, since the values were validated above
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(_explained(f"the config is refused: {error}", parser, argv, hidden)) from error
@@ -260,7 +261,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
             raise BadInput(_explained(_failed(error, namespace), parser, argv, hidden)) from error
         if not isinstance(error, ArgumentError | ValueError | TypeError):
             raise
-        # raised by a constructor, perhaps wrapped in a message of jsonargparse
+        # a constructor has raised this error, which jsonargparse may have wrapped in a message of its own
         raise BadInput(_explained(str(error), parser, argv, hidden)) from error
 
 

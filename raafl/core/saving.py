@@ -192,7 +192,7 @@ _ADDED = {one.name: one.default for one in fields(Profile) if one.name not in _F
 def _profile_to_json(profile: Profile) -> dict[str, Any]:
     """Convert a device profile to fields of a journal row, as a cached dict that callers must not change."""
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
-    # fields at their defaults are left out to keep rows short
+    # leave out fields at their defaults, to keep rows short
     for name, default in _ADDED.items():
         if values[name] == default:
             del values[name]

@@ -132,7 +132,7 @@ class SelectContext:
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
         own = type(self.local)
-        # the method overrides `cost`, and not the simpler `estimate`
+        # whether the method overrides `cost`, and not the simpler `estimate`
         is_own = own.cost is not Local.cost and own.estimate is Local.estimate
         predict = self.local.cost if self.rules.follows_methods or is_own else self.local.estimate
         cost = predict(self.state.submodels, spec, self.batch_size, extra)

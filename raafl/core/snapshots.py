@@ -104,7 +104,7 @@ class Snapshots:
     def _recycle(self, snapshot: FlatTensors) -> None:
         if self._users[id(snapshot)] == 0:
             del self._users[id(snapshot)]
-            # moved to the end, so that layouts that were not used for longest are dropped first
+            # move this layout to the end, so that the layouts that were not used for longest are dropped first
             self._free[snapshot.layout] = [*self._free.pop(snapshot.layout, ()), snapshot]
             if len(self._free) > _MOST_FREE:
                 del self._free[next(iter(self._free))]

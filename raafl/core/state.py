@@ -16,9 +16,8 @@ from raafl.submodel.flat import is_merged
 if TYPE_CHECKING:
     from raafl.submodel.tensor_files import PayloadRoom
 
-# Hold what parts of an algorithm keep on the server between updates, as one typed record for each part.
-#
-# A checkpoint has each record in its plain form, under the record's key.
+# Store the state of an algorithm's parts on the server between updates: a typed record for each part, which a
+# checkpoint contains in its plain form, under the record's key.
 
 Value = TypeVar("Value")
 
@@ -211,7 +210,7 @@ class ClientState:
         If ``folder`` is given, entries that a checkpoint restored to memory are first moved to files there.
         """
         kept = self.values.setdefault(name, {})
-        # one entry shows whether values come from a checkpoint, and not from files: all or none do
+        # look at one entry: either all values come from a checkpoint, and so are in memory, or none do
         if folder is not None:
             from raafl.submodel.tensor_files import is_in_files, release, zeros_in
 

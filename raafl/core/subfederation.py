@@ -222,7 +222,7 @@ class TasksAbove:
         state, roster = self._state, self._roster
         late = [item.update.client for item in state.waiting]
         if late:
-            # only to empty the merge's sums: the model's values are overwritten below
+            # this merge only empties the sums: the model's values are overwritten below
             self._algorithm.merge.apply(state)
         self._drop_waiting()
         for client in late:

@@ -117,7 +117,7 @@ class ClientProcesses:
         self._check_stepped()
         buckets, self._buckets = self._buckets, None
         assert buckets is not None
-        # in equal order in every process: parameters without a gradient are summed, too
+        # all processes sum in the same order, so parameters without a gradient are summed, too
         buckets.end()
         known = torch.tensor(
             [*(p.grad is not None for p in buckets.parameters), stop, buckets.again], dtype=torch.float32
@@ -125,7 +125,7 @@ class ClientProcesses:
         self._total(known)
         if known[-2]:
             return True
-        if known[-1]:  # after several backward passes: some sums began before their gradients were complete
+        if known[-1]:  # with several backward passes, some sums began before their gradients were complete
             buckets = Buckets(reversed(buckets.parameters), self._begin_sum)
             buckets.end()
         buckets.average(self.size, known[:-2].tolist())
@@ -343,7 +343,7 @@ class Shards:
             for child in part.children():
                 if any(p.requires_grad for p in child.parameters()):
                     fully_shard(child, **more)
-        # not resharded, since a step may use the module's own parameters after the forward pass
+        # keep the gathered parameters after the forward pass, since a step may use those of the module itself
         fully_shard(module, reshard_after_forward=False, **more)
         for name in _STEPS:
             if callable(getattr(module, name, None)):

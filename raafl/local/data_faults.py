@@ -54,5 +54,5 @@ def _row(x: Tensor, num_samples: int) -> int | None:
         return None
     if x.dim() == 0 or len(x) != num_samples:
         return 0
-    # reshaped, not viewed: a collate function may have permuted dimensions
+    # `view` would fail where a collate function has permuted dimensions
     return int(bad.reshape(num_samples, -1).any(1).nonzero()[0])

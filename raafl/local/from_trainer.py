@@ -255,7 +255,7 @@ class TrainerModule(LightningModule):
         """Create a module with the Trainer's model; copies of the module share the Trainer."""
         super().__init__()
         self.model = trainer.model
-        # in a closure, so that copies of the module do not copy the Trainer
+        # a closure, since copies of the module would copy an attribute
         self.trainer_of = _holder(trainer)
 
     def fresh(self) -> TrainerModule:
@@ -300,7 +300,7 @@ class TrainerModule(LightningModule):
             if scaled is None:
                 scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func
             self._log_metrics(trainer)
-        # the Trainer has divided by the number of batches, and the task would do so again
+        # the Trainer has divided by the number of batches, as the task will do, so undo one of both
         return loss * num_batches if scaled and num_batches > 1 else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -350,7 +350,7 @@ class TrainerModule(LightningModule):
         with _LOCK:  # the Trainer is shared by tasks and evaluations, which may run at the same time
             before = trainer.model, trainer.model_wrapped
             trainer.model = trainer.model_wrapped = self.model
-            # batches are on this copy's device already, which may not be the Trainer's
+            # the Trainer must not move batches: they are on this copy's device, which may not be the Trainer's
             trainer._prepare_inputs = lambda inputs: inputs
             reference, device = getattr(trainer, "ref_model", None), next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":

@@ -58,7 +58,8 @@ def prepare(module: Any) -> Any:
     check_tensors(module)
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
-        # empty parameters of a user's own module are allowed, such as those of no register tokens
+        # only torch's own layers must not be empty: a user's module may have parameters such as those of no register
+        # tokens
         if parameter.numel() == 0 and type(owner).__module__.startswith("torch.nn."):
             raise BadInput(
                 f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {repr(owner)[:80]} sizes of 1 or more"

@@ -223,7 +223,7 @@ def reduction_of(reduce_fx: str | Callable[..., Any]) -> str:
 def widened(value: Tensor) -> Tensor:
     """Return a detached copy of a loss or metric in float64, for exact sums; on MPS, which lacks it, in float32."""
     if value.dtype is torch.float32 and value.device.type == "cpu":
-        return value.detach().double()  # one call suffices here, and a loss is recorded in each step
+        return value.detach().double()  # a single call, since this runs in each step
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
     return value.detach().to(torch.promote_types(value.dtype, dtype), copy=True)
 

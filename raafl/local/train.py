@@ -166,7 +166,7 @@ class LocalTrainer:
         `loss` is None where every batch was skipped; `extra` is what the hook returned; a masked loss kept `classes`.
         """
         built, assignment, data = task.built, task.assignment, task.data
-        extra |= {"classes": classes} if classes else {}  # key of `raafl.core.masked_loss.CLASSES`
+        extra |= {"classes": classes} if classes else {}  # `raafl.core.masked_loss.CLASSES`, not imported
         built.gather()
         built.check_fixed_statistics()
         losses, metrics = {} if loss is None else {LOSS: loss}, dict[str, float]()
@@ -186,7 +186,7 @@ class LocalTrainer:
                     buffer.sub_(task.received.buffers[dtype][: buffer.numel()].to(buffer.device))
         ids = assignment.id, assignment.client, assignment.incarnation
         update = Update(*ids, built.answer(), task.data.num_samples, num_steps, metrics, extra=extra)
-        # one read after all work is queued, so that a GPU is waited for once
+        # read results once, after all work is queued, so that a GPU is waited for only once
         read, is_finite = built.recorder.finish(losses, MAX_LOGGED, update.tensors)
         update.metrics, update.refusal = metrics | read, None if is_finite else "non-finite"
         return update
@@ -332,7 +332,8 @@ class TaskSteps:
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
-        # also if an epoch ends within a step, as in Lightning; `_by_step` sets the actual number of batches
+        # the divisor stays the same if an epoch ends within a step, as in Lightning; `_by_step` sets the real number of
+        # batches
         self._divisor = trainer.options.accumulate_grad_batches
         self._total: Tensor | float = 0.0
         self._extra: dict[str, Any] = {}  # other values in the dict that training_step returned last
@@ -442,7 +443,7 @@ class TaskSteps:
         if not isinstance(answer, Mapping):
             return answer  # type: ignore[no-any-return]
         hooks = self._built.hooks
-        # only if this hook reads them, since they keep the autograd graph in memory
+        # store these values only if this hook reads them, since they keep the autograd graph in memory
         if hooks is not None and "on_train_batch_end" in hooks.overridden:
             self._extra = {name: value for name, value in answer.items() if name != "loss"}
         loss: Tensor = answer["loss"]
@@ -531,7 +532,7 @@ class TaskSteps:
         except SkippedBatch:
             if process_group is not None:
                 raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
-            # as in Lightning: else later batches would add to the gradients of the previous step
+            # as in Lightning, since later batches of this step would add to the gradients of the previous step
             if hooks is not None and is_first:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             return None
@@ -569,7 +570,7 @@ class TaskSteps:
             metric = None
             if schedule.monitor is not None:
                 metric = self._built.recorder.latest.metrics().get(schedule.monitor)
-                if metric is None:  # reported before the run began
+                if metric is None:  # a missing metric was reported before the run
                     continue
             if self._built.hooks is None or "lr_scheduler_step" not in self._built.hooks.overridden:
                 step_scheduler(schedule.scheduler, metric)

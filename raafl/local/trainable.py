@@ -77,7 +77,7 @@ class TrainableSubmodel:
         """Load the values for another task, and reset everything else to its initial state."""
         self.state.restore()
         self._put(values)
-        # read anew, since merges into a shared frozen base also raise version counters
+        # read the counters again, since merges into a shared frozen base also raise them
         self.versions = [p._version for _, p in self.frozen]
         self._fixed_versions = [count._version for _, count in self._fixed]
 
@@ -161,7 +161,7 @@ def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Yield the schedulers, and recursively those inside sequences and chains."""
     for scheduler in schedulers:
         yield scheduler
-        # private, since torch has no public list of them
+        # a private attribute, since torch has no public list of these schedulers
         yield from _with_inner(getattr(scheduler, "_schedulers", ()))
 
 

@@ -109,7 +109,7 @@ FIELDS: Final[Mapping[str, Field]] = {
         *("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
     ),
-    # TRL passes these on, and neither its constructors nor its losses handle them
+    # TRL accepts these arguments, but neither its constructors nor its losses implement them
     **_all("refused", "leave it out; gradient_checkpointing saves memory, too", "activation_offloading"),
     **_all("refused", "the reference model of a run stays as it is: leave it out", "sync_ref_model"),
 }

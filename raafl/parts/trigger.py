@@ -111,7 +111,7 @@ class Buffered(Trigger):
         It is at least half of `size` and at most twice.
         """
         assert self.at_work is not None
-        # at least two unless `size` is one: robust means need several updates
+        # merge at least two updates unless `size` is one: robust means need several
         least = max(self.size / 2, min(self.size, 2))
         return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)
 
@@ -180,7 +180,7 @@ class AllReported(Trigger):
             return arrived_s[enough - 1]
         if self.deadline is None or len(arrived_s) < half:
             return None
-        # known already, since later reports take longer than this one
+        # the median is known already, since later reports take longer than this one
         median_s = arrived_s[half - 1] - waiting.opened_s
         return waiting.opened_s + self.deadline * median_s if median_s > 0 else None
 

@@ -119,7 +119,7 @@ class Driver(ABC):
             self._handle(event, now)
 
     def _handle(self, event: Event, now: float) -> None:
-        self.record.event(event, now)  # first, so that a replay reads the events in the order of their handling
+        self.record.event(event, now)  # record first, so that a replay reads the events in the order of handling
         lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
         version, since = self.coordinator.state.version, time.perf_counter()
         actions = self._decide(event, now)
@@ -130,7 +130,7 @@ class Driver(ABC):
         self._handled(event, now, lost)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
         wanted = wanted and not self._is_summing
-        if wanted and self.coordinator.finished in (None, *ENDS):  # not before the event is handled completely
+        if wanted and self.coordinator.finished in (None, *ENDS):  # save only after the event is handled completely
             self._checkpoint()
         if self.progress is not None:
             self.progress.update()

@@ -57,7 +57,7 @@ class Questions(ClientExtension):
         self._assignment: Assignment | None = None
         self._expected: Layout | None = None
         self._is_asking = False
-        # replies of the server; an id = that task gets no more of them; None = no task does
+        # replies of the server; the id of a task = no more replies for that task; None = none for any task
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
@@ -70,7 +70,7 @@ class Questions(ClientExtension):
             while isinstance(reply := self._replies.get(timeout=self._wait_s), int):
                 if reply == number:
                     raise Stopped
-        except (PeerLost, PeerTimeout):  # reported by the receiving thread
+        except (PeerLost, PeerTimeout):  # the receiving thread reports this
             raise Stopped from None
         except queue.Empty:
             self._pair.close()
@@ -166,7 +166,7 @@ class SplitSession(SessionExtension):
 
     def __init__(self, session: SessionProtocol) -> None:
         super().__init__(session)
-        # as many as when the run was set up
+        # the server's side uses as many threads as the process had when the run was set up
         self._side = ServerSide(session.setup.local, session.setup.device, torch.get_num_threads())
 
     def _exchange(self, assignment: Assignment) -> Exchange | None:
@@ -224,7 +224,7 @@ class ServerSide:
             Refused: a message of the client was invalid, or no training step can be made with it.
             Stopped: the run has ended.
         """
-        torch.set_num_threads(self._num_threads)  # a setting of each thread
+        torch.set_num_threads(self._num_threads)  # this applies to the calling thread only
         questions = exchange.questions(assignment, link)
         assert link.terms is not None
         trainer = self._trainer(exchange, link.terms)
@@ -235,7 +235,7 @@ class ServerSide:
                 return trainer.run(replace(assignment, seed=server_seed(assignment.seed)), received, questions)
         except (Refused, Stopped, OSError, BadInput):
             raise
-        # the same step works on the server's example batch, so the client's question is at fault
+        # the step works on the server's example batch, so an error here is due to the client's question
         except Exception as error:
             raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 

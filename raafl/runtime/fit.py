@@ -30,7 +30,7 @@ def fit(
         observer: observer called during the run; None = none.
         starting: observer that ends the run if a client's process ends before the client has joined; None = none.
     """
-    # errors come before the other processes wait for this one
+    # check first, so that errors come before the other processes wait for this one
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
         experiment = resume.after_restart(experiment)
         experiment.check()
@@ -66,7 +66,7 @@ def take_part(experiment: Experiment, transport: Transport) -> None:
     try:
         with transport.connect(setup.trainer.fabric.device) as pair:
             reason = setup.client(pair).run()
-    except GpuLost as lost:  # no exit code: after one torchrun would end the other processes
+    except GpuLost as lost:  # after an exit code, torchrun would end the other processes
         _log.warning(f"{lost}; the others go on")
         return
     except (PeerLost, PeerTimeout, Refused) as error:

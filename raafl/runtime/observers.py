@@ -47,7 +47,7 @@ BEFORE_CALLER: Final = (
 
 AFTER_CALLER: Final = (
     Entry("raafl.runtime.lifecycle.divergence:Divergence", lambda experiment: True),
-    # adapters to measure exist only if peft was imported
+    # without peft there are no adapters to measure
     Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),
     Entry("raafl.runtime.lifecycle.samples:SampleRecorder", lambda experiment: bool(experiment.samples)),
     Entry("raafl.loggers.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),

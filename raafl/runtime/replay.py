@@ -352,7 +352,7 @@ class Replay:
         update = self.executor.result(number)
         self._snapshots.returned(assignment, update, snapshot)
         self._release(number)
-        # damaged on its way: the client has sent it, and so keeps its compression error for the next update
+        # the update was damaged on its way: its client has sent it, and so keeps its compression error for the next one
         if not sound:
             update.refusal, update.incarnation = row["refusal"], row["incarnation"]
             return Arrived(update)

@@ -84,7 +84,7 @@ class Run:
             recorded = {} if saved is None else saved.section["record"]["metrics"]
             from raafl.runtime.first_look import check_goals, first_look, notes_before
 
-            # before the folder exists, so that a run that cannot start leaves none
+            # look before the folder exists, so that a run that cannot start leaves none
             look = first_look(parts, self.evaluator, recorded)
             self.first_metrics = look.metrics if recorded else self.observer.on_measured(0, 0.0, look.metrics)
             check_goals(experiment, self.first_metrics, has_client_tests=any(data.test_sizes))
@@ -136,7 +136,7 @@ class Run:
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
         """Create the run folder, and record the metrics of the initial model."""
         experiment, state = self.parts.experiment, self.parts.coordinator.state
-        self.folder = self._name_folder(None)  # again, since another run may have taken the name
+        self.folder = self._name_folder(None)  # choose again, since another run may have taken the name
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:
             self.writer = RunFolder(self.folder, config_yaml, self.progress.warn)
@@ -178,7 +178,7 @@ class Run:
         self.progress.note(f"  merge after: {described['trigger']}; how: {described['merge']}{late}")
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
-        # until `close`, so that a signal does not interrupt the end of the run
+        # handle signals until `close`, so that none interrupts the end of the run
         self._interrupt.__enter__()
         if self.resumed:
             self.hooks.start()
@@ -287,7 +287,7 @@ class Run:
     def close(self) -> None:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""
         self.progress.stop()
-        self.saver.close()  # first, since it seals the files that it writes
+        self.saver.close()  # close this first, since it seals the files that it writes
         self.writer.close()
         self.hooks.close()
         self._interrupt.__exit__(None, None, None)
@@ -357,7 +357,7 @@ def simulate(
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        # after the executor, which forks and so needs a process without threads
+        # create the run after the executor, which forks and so needs a process without threads
         run = Run(parts, config_yaml, "simulated", saved, observer)
         stack.callback(run.close)
         run.progress.show_executor(executor)

@@ -96,7 +96,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
         module = user_model(experiment)
     except BadInput:
         raise
-    # raised by the user's code or its library; `BadInput` explains itself
+    # the user's code or its library has raised this error; `BadInput` explains itself
     except USER_ERRORS as error:
         if isinstance(error, TypeError) and (misfit := _misfit(error)):
             raise BadInput(misfit) from error

@@ -47,7 +47,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
 
 def train(experiment: Experiment, transport: Transport) -> None:
     """Train the tasks that rank 0 sends, until the run ends."""
-    # sent to all ranks; rank 0 ends the run, and with it this process
+    # all ranks get these signals, and rank 0 ends the run, and with it this process
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_numerics(experiment.threads, experiment.fabric)
@@ -59,7 +59,7 @@ def train(experiment: Experiment, transport: Transport) -> None:
         with transport.connect(device) as pair:
             inner = within_process(experiment, trainer, data.client)
             work(pair, trainer, inner, lambda: Evaluator(submodels, data.test_batches, device, seed=seed))
-    except GpuLost as lost:  # no exit code: after one torchrun would end the other processes
+    except GpuLost as lost:  # after an exit code, torchrun would end the others
         _log.warning(f"{lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:
         raise RunFailed(f"rank 0 has ended or cannot be reached ({error}): see the output of rank 0") from None

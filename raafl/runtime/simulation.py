@@ -127,7 +127,7 @@ class Simulation(Driver):
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor
         executor.batch_trained = lambda assignments: record.batch_trained(assignments, self._now)
-        # set if the method has raised an error, so that the present event is handled only in part
+        # whether the method has raised an error, so that the present event was handled only in part
         self._has_raised = False
         self._now = 0.0
         self._heap: list[tuple[float, int, int, Event | Due]] = []
@@ -168,7 +168,7 @@ class Simulation(Driver):
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
-        # replaced if the limit has changed since the checkpoint
+        # the time limit has changed since the checkpoint, so replace its timer
         if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):
             self._heap = [entry for entry in self._heap if entry[3] != Timer(TIME_UP)]
             if limit is not None and self.coordinator.started:
@@ -215,7 +215,7 @@ class Simulation(Driver):
         try:
             event = self._event_of(item)
         except TaskFailed as failed:
-            heapq.heappush(self._heap, entry)  # trained again when the run is resumed
+            heapq.heappush(self._heap, entry)  # train the task again when the run is resumed
             self.error = failed
             return
         if event is not None:
@@ -227,7 +227,7 @@ class Simulation(Driver):
     def _event_of(self, item: Event | Due) -> Event | None:
         """Return the event for the coordinator that a due item stands for; None if there is nothing to report."""
         if isinstance(item, Sending):
-            # not reported if the client was lost in the meantime
+            # the client may have been lost in the meantime, and with it the task
             return item if item.assignment in self._out.get(item.client, {}) else None
         if not isinstance(item, Due):
             return item

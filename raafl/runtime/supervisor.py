@@ -34,7 +34,7 @@ class RestartPolicy:
 
     max_restarts: int = 100  # number of restarts, of all processes together, after which none is restarted
     first_s: float = 1.0  # seconds before the first restart of a process, doubled for each further one
-    longest_s: float = 30.0  # seconds at which the doubling stops
+    longest_s: float = 30.0  # longest wait before a restart in seconds, at which the doubling stops
     # seconds after which a running process counts as healthy, so that its next restart waits for ``first_s`` again
     sound_s: float = 60.0
     leave_s: float = 10.0  # seconds in which clients may end by themselves after the server has ended
@@ -81,7 +81,7 @@ class Child:
         if self.process is None or self.due_s is not None:
             return None
         if self.process.returncode is None and _has_ended(self.process.pid):
-            # kills what the process has started: until the process is reaped, its group id is not reused
+            # kill what the process has started: its group id is not reused until the process is reaped
             self.send(signal.SIGKILL)
         return self.process.poll()
 
@@ -134,7 +134,7 @@ class Signals:
         self._fd = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         self._before: dict[int, Any] = {}
         for number in (*_ENDING, signal.SIGTSTP, signal.SIGCHLD):
-            # SIGHUP stays ignored under nohup
+            # if nohup has set SIGHUP to be ignored, that stays so
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -262,7 +262,7 @@ class Supervisor:
         self.say(
             f"the server {exit_in_words(code)}; it is started again in {wait_s:g} s, from its last checkpoint if there is one"
         )
-        # clients that have ended because the server did are started again, too
+        # start clients again that have ended because this server did
         for number, child in self.clients.items():
             if number not in self._away and child.exit_code() == 0:
                 child.due_s = self.server.due_s
@@ -374,7 +374,7 @@ def local_ranks(
     patience_s = _FAILED_S
     try:
         for rank in range(1, num_ranks):
-            # hides torch's warning when the store closes, by which waiting ranks learn of the run's end
+            # hide torch's warning when the store closes, by which waiting ranks learn of the run's end
             quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
             own = {**quiet, **os.environ, **meeting, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own))

@@ -155,7 +155,7 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
     if hasattr(model, "submodel_exits") or hasattr(model, "exits"):
         raise BadInput(f"exits: {type(model).__name__} has exits already: call add_exits once, with all depths")
     sizes = {s: sum(p.numel() for p in model.get_submodule(s.path).parameters()) for s in find_stacks(model).values()}
-    # the stack with the most parameters, since a model may have lists of adapters, too
+    # take the stack with the most parameters, since a model may have lists of adapters, too
     stack = max(sizes, key=sizes.__getitem__, default=Stack("", ()))
     exits, declared, after = nn.ModuleDict(), {}, {}
     for depth in sorted(set(depths)):

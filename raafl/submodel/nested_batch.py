@@ -68,7 +68,7 @@ def moved(batch: object, device: torch.device) -> object:
     return mapped(
         batch,
         lambda x: x if x.is_meta else pinned(x, device).to(device, non_blocking=True),
-        # as in Lightning: such an object moves its own tensors, wherever it stores them
+        # as in Lightning, an object with ``to`` moves its own tensors, wherever it stores them
         movable=lambda item: item.to(device),
     )
 
@@ -161,7 +161,7 @@ def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> object:
         found = copy.copy(batch)
         found[:] = items
         return found
-    # bypasses the subclass's `__new__`, whose arguments may differ, as in named tuples
+    # bypass the subclass's `__new__`, which may take other arguments, as that of a named tuple
     made = tuple.__new__(type(batch), items)
     made.__dict__.update(getattr(batch, "__dict__", {})) if hasattr(made, "__dict__") else None
     return made

@@ -46,7 +46,7 @@ class Spec:
         put(self, "blocks", _pairs("blocks of", self.blocks))
         put(self, "trained", None if self.trained is None else tuple(sorted(set(self.trained))))
         put(self, "exits", None if self.exits is None else tuple(sorted(set(self.exits))))
-        # computed once, since specs may have long index lists and are keys of many caches
+        # compute the hash once: specs are keys of many caches, and may have long index lists
         put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits, self.base)))
 
     @classmethod

@@ -267,7 +267,7 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
     text = bytes(data)
     if len(text) != header.json_bytes:
         raise Refused("bad-length", f"JSON of {len(text)} bytes, header says {header.json_bytes}")
-    # checked after reading, so that the stream stays in step and the peer gets the reason
+    # refuse only after reading, so that the stream stays in step and the peer gets the reason
     if header.kind is Kind.HELLO and len(text) > MAX_HELLO_BYTES:
         raise Refused("bad-length", f"HELLO of {len(text)} bytes, at most {MAX_HELLO_BYTES}")
     if xxhash.xxh3_64_intdigest(text) != header.json_checksum:

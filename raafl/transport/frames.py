@@ -107,7 +107,7 @@ class Frames:
             cut = (piece for piece, _ in pieces)
             hosts = cut if staging is None else staging.outgoing(cut)
             for host, (_, ends) in zip(hosts, places, strict=True):
-                # the parts so far end a chunk
+                # a chunk ends here, and the next one begins
                 if len(parts) > 1 and not isinstance(parts[-1], memoryview):
                     yield parts
                     parts = []
@@ -182,7 +182,7 @@ class Frames:
                 view = codec.memory(host)
                 yield view
                 if staging is not None:
-                    # the copy to the GPU starts first, so that it overlaps with the checks of the values
+                    # start the copy to the GPU first, so that it overlaps with the checks of the values
                     staging.land(host, piece)
                 checksum.update(view)
                 problem = problem or problem_of(host, finite)
@@ -196,7 +196,7 @@ class Frames:
 
     def _drain(self, header: Header, body: Body | None) -> Iterator[memoryview]:
         """Read and discard a refused payload, so that the stream stays in step; a payload over the limit is not read."""
-        # the limit comes first, since a peer may declare more chunks than can be counted
+        # check the size first, since a peer may declare more chunks than can be counted
         if header.payload_bytes > self.drain_bytes:
             return
         num_chunks = 1
@@ -357,7 +357,7 @@ class Staging:
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
-        # as bytes, since a copy of bools would change invalid values
+        # copy bytes, since a copy of bools would change invalid values
         target, source, cuda = byte_view(target), byte_view(source), torch.cuda
         if self._stream is None:
             target.copy_(source)

@@ -124,7 +124,7 @@ class GlooConnection(Connection):
             self.received_bytes = HEADER_BYTES
             header = codec.decode_header(self._in_memory[:HEADER_BYTES])
             self.received_bytes = header.frame_bytes
-            # cleared, so that a message that is cut short does not leave the previous header in place
+            # clear the old header, which must not be taken for a new one if the next message is cut short
             self._in_memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             refused = None
             try:
@@ -139,7 +139,7 @@ class GlooConnection(Connection):
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
         with self._closing:  # two threads may close at once, and only one may get the group
-            # before the group ends: a thread that this wakes reads it to learn that this end closed
+            # set this before the group ends: a thread that is woken by that reads it to learn which end closed
             self.closed = True
             group, self._group, self._posted = self._group, None, None
         if group is None:
@@ -267,7 +267,7 @@ class GlooConnection(Connection):
                 work, host, chunk = in_flight.popleft()
                 self._wait(work, self.timeout_s)
                 if staging is not None and chunk is not footer:
-                    # the copy to the GPU starts first, so that it overlaps with the checks of the values
+                    # start the copy to the GPU first, so that it overlaps with the checks of the values
                     staging.land(host, chunk)
                 if chunk is not footer:
                     checksum.update(codec.memory(host))

@@ -40,7 +40,7 @@ _POLL_S = 0.0005
 _log = logging.getLogger(__name__)
 
 WATCHDOG = {
-    # off, since the session waits for each transfer and handles errors and timeouts itself
+    # torch must not end the process: the session waits for each transfer, and handles errors and timeouts
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # off, since a watchdog thread that hangs would end the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -98,7 +98,7 @@ def connect(
         problem = nccl_problem(*((mine, theirs) if server else (theirs, mine)))
         if problem is None:
             own = dist.PrefixStore(f"{prefix}/nccl", cloned(store))
-            # half the time for which the peer waits in `_told`, so that the peer gets the answer
+            # wait half as long as the peer waits in `_told`, so that the peer gets this end's result
             group, mine = opened(partial(_joined, own, 0 if server else 1, device, timeout_s / 2), timeout_s / 2)
             problem = _told(pair, mine, timeout_s) or mine  # both ends use NCCL, or neither does
     except BaseException:
@@ -177,7 +177,7 @@ def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> 
     cuda: Any = torch.cuda
 
     def check(group: Any) -> None:
-        # on a separate stream, as for payloads: other GPU work must not wait for the peer
+        # use a separate stream, as for payloads: other GPU work must not wait for the peer
         with cuda.stream(cuda.Stream(device)):
             words = torch.tensor([rank, -1], device=device)
             for sender in (0, 1):
@@ -221,7 +221,7 @@ class NcclConnection(GlooConnection):
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
-        # first NCCL, since only that ends a GPU kernel that waits for the peer
+        # abort NCCL first, since only that ends a GPU kernel that waits for the peer
         nccl, self._nccl = getattr(self, "_nccl", None), None
         if nccl is not None:
             nccl.abort()
@@ -246,7 +246,7 @@ class NcclConnection(GlooConnection):
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
         with self._apart():
             held = [buffer.to(self._device) for buffer in _buffers(tensors)]
-            # before the sends: queued after them, it would wait for the peer without a deadline
+            # compute this before the sends: queued after them, it would wait for the peer without a deadline
             footer = torch.frombuffer(bytearray(struct.pack("<Q", _sum(held))), dtype=torch.uint8)
             for buffer in held:
                 self._nccl.send([codec.byte_view(buffer)], self._peer, 0).wait()

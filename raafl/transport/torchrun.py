@@ -98,7 +98,7 @@ class TorchrunTransport(Transport):
     def _beat(self) -> None:
         """Announce in the shared store that rank 0 is alive, until it listens."""
         number = 0
-        with suppress(RuntimeError):  # the store may vanish with the process that has it
+        with suppress(RuntimeError):  # the store may vanish with the process that hosts it
             while not self._prepared.is_set():
                 number += 1
                 self.store.set(_BEAT, str(number))
@@ -154,7 +154,7 @@ class TorchrunTransport(Transport):
 
     def let_go(self) -> str | None:
         """Return the stored reason why this client must stop, or None; see `Transport.let_go`."""
-        with suppress(RuntimeError):  # the store may vanish with the process that has it
+        with suppress(RuntimeError):  # the store may vanish with the process that hosts it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):
                     return sanitize_text(self.store.get(key).decode(errors="replace"))
@@ -174,7 +174,7 @@ def _store(rank: int, world_size: int, wait_s: float) -> Store:
         except BaseException as error:
             found.set_exception(error)
 
-    # in a thread, since the store's timeout does not cover a port that accepts and stays silent
+    # open it in a thread, since the store's timeout does not cover a port that accepts and stays silent
     threading.Thread(target=open_store, daemon=True).start()
     try:
         return found.result(wait_s + _SLACK_S)

@@ -124,7 +124,7 @@ class Rates:
                 self.tensors[place].fill_(group["lr"])
 
     def _enter(self, optimizer: Optimizer) -> None:
-        # not during a capture, which would record the write with the present learning rate
+        # a capture would record this write, with the present learning rate
         if not torch.cuda.is_current_stream_capturing():
             self.refresh(optimizer)
         self._outside = [group["lr"] for group in optimizer.param_groups]

@@ -190,7 +190,7 @@ class Capture:
     def release(self) -> None:
         """Release all graphs and their memory."""
         self._of.clear()
-        for step in self._used:  # steps of batches of clients, which are captured anew
+        for step in self._used:  # batches of clients keep their steps, whose graphs are captured again
             step.graph = None
         self._used.clear()
         self._pool = None

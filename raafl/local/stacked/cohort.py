@@ -130,7 +130,7 @@ class Trained:
         self._logged.hand(place, built.recorder)
         task, num_steps = PreparedTask(assignment, received, {}, data, context, built), self._num_steps[place]
         total = self._losses[place]
-        # on a GPU, read later together with the rest
+        # a loss on a GPU is read later, together with the other results
         loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)
         if data.test is None:
             classes = self._classes[place]

@@ -298,7 +298,7 @@ class _CrossEntropy(torch.autograd.Function):
             return -(chosen * is_used).sum(1) / is_used.sum(1)
         if labels.device.type != "cpu":  # labels on a GPU are not read, so some may have to be ignored
             return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
-        # only the terms of the sum remain, so that its bits depend on the number of terms alone
+        # reduce to the terms of the sum, so that its bits depend on nothing but their number
         added = logs.gather(2, labels.unsqueeze(-1)).squeeze(-1)
         return product(known, "nll", _losses_together, _loss_alone, added)
 
@@ -457,7 +457,7 @@ def _in_step(
         if not gathered:
             start, size = sum(sizes[:place]), sizes[place]
             steps = min(ahead, sizes[place:].count(size), count - index)
-            # ordered by step, so that the batches of one step are adjacent
+            # order by step, so that the batches of one step are adjacent
             rows = order[:, start : start + steps * size].reshape(num, steps, size).transpose(0, 1)
             split = [tensor.split_with_sizes([num * size] * steps) for tensor in fetch(rows.flatten())]
             gathered = [*zip(*split, strict=True)][::-1]

@@ -173,7 +173,7 @@ def by_slices(
 # separately if any result differs. The clients' own numbers would not do: three equal results may be chance.
 
 CACHE_LINE_BYTES = 64
-_ENOUGH = 1024  # number of results to compare: some products differ in one of a hundred only
+_ENOUGH = 1024  # number of results to compare: some products differ in one result of a hundred only
 
 Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""

@@ -313,7 +313,7 @@ class Steps:
         columns, form = batch.stacked(clients)
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
-        self.logged.weight = float(batch.sizes[clients[0]])  # equal for all of these clients
+        self.logged.weight = float(batch.sizes[clients[0]])  # batches of these clients have equal sizes
 
         def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
             values = {name: inside(stack) for name, stack in tensors.items()}

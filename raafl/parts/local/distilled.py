@@ -63,7 +63,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
     `teacher`: logits from which it learns, of the same shape; they get no gradient.
     `counted`: mask of the positions to average over, shape (...); None = all of them.
     """
-    # detached, since the teacher learns from the labels alone
+    # detach the teacher, which learns from the labels alone
     teacher_log = F.log_softmax(teacher.detach() / temperature, -1)
     student_log = F.log_softmax(student / temperature, -1)
     divergence = F.kl_div(student_log, teacher_log, reduction="none", log_target=True).sum(-1) * temperature**2
@@ -132,7 +132,7 @@ def _values_read_by_exits(module: nn.Module) -> int:
     if early is None:
         return 0
     early.close()
-    head = getattr(early.model, "lm_head", None)  # shared by the exits that `raafl.submodel.depth` adds
+    head = getattr(early.model, "lm_head", None)  # layer that the exits of `raafl.submodel.depth` share
     return 0 if head is None else len(early.names) * sum(p.numel() for p in head.parameters())
 
 
@@ -171,7 +171,7 @@ class ByExits(Hook):
         for logits in early.values():
             _restore(device, before)  # each exit's loss draws the random numbers that the first one drew
             model, exit_output = self.students.model, _with_logits(output, logits)
-            # in place of a second forward pass, the step gets this exit's logits
+            # do not run the forward pass again: the step gets this exit's logits instead
             with patched({(model, "forward"): _constant(exit_output), **quiet(self.task.module)}):
                 others.append(Exit(logits, self.task.loss(batch, index)))
         _restore(device, after)

@@ -144,7 +144,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffe
             )
         places.append((layer, leaf, tensor))
     own = [layer._parameters[leaf] for layer, leaf, _ in places]
-    # copies, since the backward pass needs a batch norm's buffers after they are restored
+    # store copies, since the backward pass needs a batch norm's buffers after they are restored here
     buffers = [] if keep_buffers else [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     try:
         for part, _ in buffers:

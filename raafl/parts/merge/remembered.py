@@ -167,7 +167,7 @@ class Remembered(Merge):
     def _sum_anew(self, state: GlobalState, memory: _LatestMemory) -> None:
         memory.since = 0
         memory.sum.zero_()
-        # by client id: a resumed run adds in the same order, and so gets the same bits
+        # add in the order of client ids, so that a resumed run gets the same bits
         for _, latest in sorted(self._latest(state).items()):
             for dtype, buffer in memory.sum.buffers.items():
                 buffer.add_(latest.buffers[dtype].to(buffer.device))

@@ -268,7 +268,7 @@ class Bounded(Wrapped):
             return norms, is_large
         accepted, model = _accepted(state, memory, spec), _norm_of_model(state, memory)
         most = self._most(state, memory, accepted, parts)
-        # doubled, since the model may have grown since its norm was measured
+        # twice the norm, since the model may have grown since it was measured
         are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
         if are_within and accepted.num % EVERY:
             return {name: norm for name, norm in norms.items() if name not in parts}, is_large

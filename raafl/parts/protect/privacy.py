@@ -139,7 +139,7 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
         pairs = -(-min(CHUNK, num - start) // 2)
         stream = hashlib.shake_256(key + number.to_bytes(8, "little")).digest(16 * pairs)
         bits = np.frombuffer(stream, dtype="<u8") >> np.uint64(11)
-        # a double in (0, 1) made of 53 random bits; the added half avoids log(0), and bounds |noise| by 8.7
+        # make doubles in (0, 1) of 53 random bits; the added half avoids log(0), and bounds |noise| by 8.7
         uniform = (bits + 0.5) * 2.0**-53
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * math.pi * uniform[pairs:]
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])

@@ -41,7 +41,7 @@ def is_sound_merge(
     tried = replace(update, tensors=update.tensors.clone(), bundles=bundles)
     for flat in (tried.tensors, *bundles.values()) if scale != 1 else ():
         for dtype, buffer in flat.buffers.items():
-            # not for float16, which scaling could overflow; its sums are float32, which has enough room
+            # scaling could overflow float16, whose sums are float32 and have enough room without it
             if dtype != torch.float16:
                 buffer.mul_(scale)
     try:

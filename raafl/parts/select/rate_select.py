@@ -82,7 +82,7 @@ def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Te
 
 
 def _sums(rows: Tensor, squared: bool) -> Tensor:
-    # elements in float32, since half precision would overflow in squares; sums in float64, to keep small terms
+    # elements become float32, since squares of half precision would overflow; sums are float64, to keep small terms
     rows = reals(rows.detach()).flatten(1).float()
     return (rows.square() if squared else rows).sum(1, dtype=torch.float64).cpu()
 
@@ -245,7 +245,7 @@ class RateSelect(Select):
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
         """Count a changed speed ratio, and compute the fleet's median anew once a quarter of the clients have changed."""
         memory.num_changes += 1
-        if memory.num_changes * 4 < len(fleet.clients):  # not at each update, as it takes a pass over all clients
+        if memory.num_changes * 4 < len(fleet.clients):  # a median takes a pass over all clients
             return
         memory.num_changes = 0
         median = median_low(memory.ratio.get(client, 1.0) for client in fleet.clients)

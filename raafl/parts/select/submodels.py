@@ -54,7 +54,7 @@ class Ranking:
         """
         table, num = self._table, self._num
         if num == table.shape[1]:
-            # doubled in size, so that joins take constant time on average
+            # double the table's size, so that a join takes constant time on average
             self._table = table = np.concatenate([table, np.empty_like(table)], axis=1)
         i = int(np.searchsorted(table[_KEY, :num], -capability, side="right"))
         table[:, i + 1 : num + 1] = table[:, i:num]

@@ -190,7 +190,7 @@ class OverlappedClient(ClientExtension):
             plain(work)
             return
         packed = client.pack(work)
-        if packed is work.update.tensors:  # not copied by compression, and the next task would overwrite it
+        if packed is work.update.tensors:  # the trainer's own tensors, which the next task overwrites
             packed = self._sender.copy(packed)
         message, work.settles = client.message(work, packed), True
         self._sender.start(lambda: client.deliver(message, work))

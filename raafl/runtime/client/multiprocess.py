@@ -361,7 +361,7 @@ def _local_interface() -> Iterator[None]:
     if name in os.environ or not _is_local() or _LOOPBACK not in names:
         yield
         return
-    os.environ[name] = _LOOPBACK  # a variable, since torch has no argument for the interface
+    os.environ[name] = _LOOPBACK  # set as a variable, since torch has no argument for the interface
     try:
         yield
     finally:

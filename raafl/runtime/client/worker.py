@@ -263,7 +263,7 @@ class Client:
         self.info, self.pair, self.submodels, self.trainer = info, pair, submodels, trainer
         self.data, self.waits, self._config, self.plan = data, waits, config, plan
         travels = plan or CompressionPlan(Payload(submodels))
-        # both directions use what the client stores between tasks
+        # both codecs use what the client stores between tasks
         kept = ClientState()
         self.down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
         self.stop = threading.Event()
@@ -297,7 +297,7 @@ class Client:
         try:
             while True:
                 item = self._around("take", self.received.get)
-                # the receiving thread ends with the server's reason, or with an error
+                # the last item is the server's reason for the end, or an error
                 if isinstance(item, str):
                     self.flush(self.waits.stop_s)
                     return item
@@ -471,7 +471,7 @@ class Client:
     def _answer(self, update: Update, base: str | None) -> Answer:
         """Return the fields that are sent with an update: metrics, numbers of samples and steps, digests."""
         if values := logged_not_finite(update.metrics):
-            # private, since it names metrics that may have to stay at the site
+            # the warning is private, since it names metrics that may have to stay at the site
             warn_once(_log, left_out(self.info.id, values), private=True)
         metrics = {**update.metrics, PEAK: float(peak_bytes(self.trainer.fabric.device))}
         digest = None if base is None else self.submodels.bases.digest(base)

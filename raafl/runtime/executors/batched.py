@@ -108,7 +108,7 @@ class BatchedExecutor(Executor):
         self._trainer, self._data, self._most, self._is_fast = trainer, data, most, most == "fast"
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer, fast=self._is_fast)
-        # in a replay: the tasks of each recorded batch, by each of them
+        # by task, in a replay: the tasks of the recorded batch that contains it
         self._recorded: dict[int, Sequence[int]] | None = None
         self._waiting: defaultdict[Like, dict[int, Member]] = defaultdict(dict)
         # heaps of (time needed, id), which may contain tasks that no longer wait
@@ -144,7 +144,7 @@ class BatchedExecutor(Executor):
         if found is None:
             found = self._alone(assignment_id, context)
         del self._kinds[assignment_id]
-        if isinstance(found, TaskFailed):  # an error is raised when the result is requested
+        if isinstance(found, TaskFailed):  # errors are raised only when the result is requested
             raise found
         if not isinstance(found, Trained):
             return found
@@ -221,10 +221,10 @@ class BatchedExecutor(Executor):
         known, begun = self._together.num_known, time.thread_time()
         try:
             trained = self._together.train(members)
-        # also an error of the user's code on stacked tensors; training alone raises the real one
+        # a batch may fail where training alone does not, so errors are raised only by training alone
         except USER_ERRORS as error:
             self._leave(kind, error)
-            for member in members:  # these tasks at least are trained alone
+            for member in members:  # train at least these tasks alone
                 number = member.assignment.id
                 self._waiting[_ALONE][number] = self._waiting[kind].pop(number)
                 self._kinds[number] = _ALONE

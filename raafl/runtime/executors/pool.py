@@ -40,7 +40,7 @@ class Pool(RankExecutor):
     ) -> None:
         """Fork the worker processes, before this process has other threads; each creates its own ``evaluator``."""
         super().__init__(trainer, inner)
-        # created before the fork, so that the workers share their memory
+        # create these variants before the fork, so that the workers share their memory
         for base in trainer.submodels.bases.names:
             trainer.submodels.bases.values(base)
         context, pairs = mp.get_context("fork"), [socket.socketpair() for _ in range(num_processes - 1)]
@@ -49,7 +49,7 @@ class Pool(RankExecutor):
             context.Process(target=_worker, args=(place, pairs, does, num_threads), daemon=True)
             for place in range(len(pairs))
         ]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # until the workers ignore them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # block these until the workers ignore them
         try:
             for process in self._processes:
                 process.start()
@@ -72,19 +72,19 @@ class Pool(RankExecutor):
 
 def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], does: Work, num_threads: int) -> None:
     """Serve the parent's requests in a worker process, until the run ends or the parent is gone."""
-    # garbage of the parent must not be finalized here, such as connections whose threads this process lacks
+    # never finalize the parent's garbage in this process, such as connections whose threads exist only in the parent
     gc.freeze()
     for number in _PASSED_OVER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_OVER)
-    # else the end of another worker would go unnoticed, since this process still has its connection open
+    # close copies of other workers' connections, without which the end of a worker would go unnoticed
     for ours, theirs in pairs:
         ours.close()
         if theirs is not pairs[place][1]:
             theirs.close()
-    keep_freed()  # before any thread exists
-    # In a new thread: after a fork from a thread that has used OpenMP, OpenMP would wait for threads that the child
-    # lacks.
+    keep_freed()  # call this before any thread exists
+    # Use a new thread: if the forking thread has used OpenMP, OpenMP would wait here for threads that exist in the
+    # parent only.
     thread = threading.Thread(target=_work, args=(pairs[place][1], does, num_threads))
     thread.start()
     thread.join()

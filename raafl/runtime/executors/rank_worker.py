@@ -56,7 +56,7 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
         del item, values  # frees the task's memory before the next one is awaited
         if more:
             continue
-        with suppress(Stopped):  # the receiving thread's last item comes next
+        with suppress(Stopped):  # after Stopped, the receiving thread's last item comes next
             for assignment in out:
                 pair.send(answer_of(inner, assignment, context))
         out.clear()

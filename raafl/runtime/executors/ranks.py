@@ -98,7 +98,7 @@ class RankExecutor(Executor):
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
-            # else more tasks of this kind are awaited, to form a batch
+            # wake a free process only once enough tasks of this kind wait for a batch
             if len(self._alike[kind_of(assignment)]) >= self.max_together(assignment) // 4:
                 self._changed.notify()
 
@@ -150,9 +150,9 @@ class RankExecutor(Executor):
         """Remove a task; if a rank has begun it, the rank finishes it, and its result is dropped."""
         with self._changed:
             task = self._tasks.get(assignment_id)
-            if task is None:  # as in a replay, which submits only tasks with known results
+            if task is None:  # as in a replay, which submits only tasks whose results it will request
                 return
-            while task.sending:  # the caller reuses the snapshot once this returns
+            while task.sending:  # wait, since the caller reuses the snapshot once this returns
                 self._changed.wait()
             if task.begun and not task.here and task.result is None:
                 task.cancelled = True
@@ -274,7 +274,7 @@ class RankExecutor(Executor):
     def _trained_ahead(self, assignment_id: int, context: TaskContext) -> Update | TaskFailed:
         try:
             update = self._inner.result(assignment_id, context)
-        except TaskFailed as failed:  # raised when the result is requested
+        except TaskFailed as failed:  # to be raised when the result is requested
             return failed
         update.tensors = update.tensors.clone()  # copied, since the trainer reuses its tensors
         return update
@@ -397,7 +397,7 @@ class RankExecutor(Executor):
                 if task.cancelled:
                     del self._tasks[task.assignment.id]
                 else:
-                    # most urgent, since its result may be awaited already
+                    # the task becomes the most urgent one, since its result may be awaited already
                     task.begun, task.sending, task.needed_at = False, False, 0.0
                     self._offer(task)
             self._changed.notify_all()

@@ -137,7 +137,7 @@ class RayExecutor(Executor):
         except ray.exceptions.RayError as lost:
             raise RunFailed(f"Ray cannot train task {assignment_id}: {sanitize_text(lost, 400)}") from lost
         self._forget(assignment_id)
-        if self.needed is not None:  # set anew at the next event, by the simulation
+        if self.needed is not None:  # the simulation sets this anew at the next event
             self.needed -= 1
         self._fill()
         return self._found(task.assignment, meta, arrays)
@@ -226,7 +226,7 @@ def _connect(experiment: Experiment) -> None:
     if options.address is None:
         workers = experiment.workers if experiment.workers > 1 else (os.cpu_count() or 1)
         own = {"num_cpus": max(int(workers * options.cpus_per_worker), 1), "include_dashboard": False}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # off unless the user wants usage reports
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send usage reports only if the user wants it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(address=options.address, logging_level=logging.ERROR, log_to_driver=False, **own)
@@ -281,5 +281,5 @@ def _to_arrays(tensors: FlatTensors) -> list[np.ndarray]:
 
 def _fill_from(tensors: FlatTensors, arrays: list[np.ndarray]) -> None:
     for buffer, array in zip(tensors.buffers.values(), arrays, strict=True):
-        # copied, since Ray's arrays are read-only and a tensor cannot be
+        # copy, since Ray's arrays are read-only, and tensors cannot be
         buffer.view(torch.uint8).copy_(torch.from_numpy(np.array(array)))

@@ -44,7 +44,7 @@ class BestCheckpoint(RunHooks):
             return
         found = {"version": version, "metric": self._metric, "value": value}
         try:
-            # a copy, since the module's hooks may change the values
+            # write a copy, since the module's hooks may change the values
             own = FlatTensors.empty(values.layout).copy_(values)
             checkpoint.write(self._run.folder, self._run.saved_form.contents(version, own, {"best": found}), name=NAME)
         except Exception as error:  # torch.save may wrap disk errors in other exceptions

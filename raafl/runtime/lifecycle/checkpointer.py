@@ -71,7 +71,7 @@ class Checkpointer(RunHooks):
         """
         self.wait()
         self._saved_s = self._clock()
-        # copied in this thread, which changes it in place; the writing thread gets the copies alone
+        # copy everything here, in the thread that changes it in place; the writing thread gets only the copies
         values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
         section = {
             "runtime": self._runtime,

@@ -47,7 +47,7 @@ def push_model(repository: str, run_folder: Path, finished: str, warn: Callable[
         hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="raafl")
         hub.create_repo(repository, private=True, exist_ok=True)
         url = str(hub.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"raafl: {run_folder.name}"))
-    except Exception as error:  # of the network, the hub, or a folder that cannot be written
+    except Exception as error:  # errors of the network, the hub, or a folder that cannot be written
         why = one_line(f"{type(error).__name__}: {error}")
         warn(f"the final model cannot be uploaded to {repository} ({why}): it is in {folder}")
     return {"repo": repository, "url": url, "error": why}

@@ -94,7 +94,7 @@ def opened(folder: str, runtime: str) -> Iterator[SavedRun]:
         BadInput: another process is writing the run, or it cannot be resumed.
     """
     path = Path(folder)
-    # locked first, since another process must not write a newer checkpoint before the tables are cut back to this one
+    # lock first, since another process must not write a newer checkpoint before the tables are cut back to this one
     with FolderLock(path, "resume") if path.is_dir() else nullcontext():
         yield load(path, runtime)
 
@@ -241,7 +241,7 @@ def mend(saved: SavedRun) -> Mended:
     write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
     last_id, joins = 0, dict[int, int]()
     later: dict[int, JournalRow] = {}  # by id: tasks that were assigned after the checkpoint
-    # with rows that a resume has cut off, since their ids must not be used again
+    # read also the rows that a resume has cut off, since their ids must not be used again
     for row in (journal := JournalReader(folder)).written():
         if row.get("event") == "assigned":
             last_id = max(last_id, row["id"])
@@ -271,7 +271,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
         return
     roster = coordinator.roster
     roster.last_id = max(roster.last_id, mended.last_id)  # the ids of lost tasks are not used again
-    for client, num in mended.joins.items():  # nor are incarnations
+    for client, num in mended.joins.items():  # incarnations are not used again either
         roster.joins[client] = max(roster.joins[client], num)
     coordinator.algorithm.merge.on_rollback(coordinator.state, mended.merged)
     record.lose(mended.num_lost)
@@ -283,7 +283,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
     coordinator, section = run.parts.coordinator, saved.section
     check_limits(saved, coordinator.limits)
     try:
-        # before new seals, which would hide that sealed files were changed
+        # check before new seals are written, which would hide changes of sealed files
         altered = check_books(run.folder).findings
         with restoring(saved):
             mended = mend(saved)
@@ -297,7 +297,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
         run.evaluator.revive(section.get("metrics", {}))  # "metrics" is missing in checkpoints of earlier versions
     if altered:
         run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-    # sealed before a row is added: else, if this process is killed, a finished run would seem to have an extra row
+    # seal before a row is added: if this process is killed between, a finished run would seem to have an extra row
     run.writer.seal(run.writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
     if mended.num_missing:
         run.writer.gap(mended.num_missing)

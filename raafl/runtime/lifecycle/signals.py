@@ -22,7 +22,7 @@ EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 5.0  # seconds in which torchrun may forward a signal that its ranks already got
 _CLEAN_UP_S = 2.0
-_WAKE = b"\0"  # no signal has the number 0
+_WAKE = b"\0"  # byte that only wakes the thread, since no signal has the number 0
 
 _ends_process = False
 _running: _Signals | None = None

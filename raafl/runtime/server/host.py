@@ -81,7 +81,7 @@ def host(
         )
     with (
         transport,
-        # after the port is bound, which fails if it is in use
+        # opened after the port is bound, since binding fails if the port is in use
         opened(experiment.resume, "distributed") as saved,
     ):
         if transport.comes_and_goes:
@@ -191,7 +191,7 @@ def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | Non
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= num_clients:
             problem = f"client is {client}: this run has clients 1 to {num_clients}"
-            # short enough for the socket's buffer, since this thread must not wait for a client
+            # the message fits into the socket's buffer, so that this thread does not wait for the client
             connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()), _AT_ONCE_S)
             raise Refused("unknown-client", problem)
         known = clients[client - 1]

@@ -78,7 +78,7 @@ class OverlappedSession(SessionExtension):
         session.scratch, self._other_scratch = self._other_scratch, session.scratch
         session.up, self._other_up = self._other_up, session.up
         following: Sent | None = yield Join(ahead)
-        if following is not None:  # confirms the update: messages of the next task do not, as it was sent before
+        if following is not None:  # confirm the update here: messages of the next task do not
             confirms = {"confirms": assignment.id}
             yield Send(Message(Kind.KEEPALIVE, 0, session.incarnation, confirms))
         return following

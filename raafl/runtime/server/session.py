@@ -162,7 +162,7 @@ class Session(ABC):
             error = failed
             if not isinstance(failed, GpuLost):
                 reason = self._report(failed)
-                with suppress(queue.Empty):  # not before the run has recorded the failure
+                with suppress(queue.Empty):  # tell the client only once the run has recorded the failure
                     await self._take(self._outbox, self._waits.stop_s)
                 await self._say_stop(reason)
         except Exception as raised:
@@ -358,7 +358,7 @@ class ThreadSession(Session):
         # time. `_stopping` is set before the lock is tried, and checked after it is released, so exactly one of both
         # sends the stop message.
         self._sending = threading.RLock()
-        self._branch_look_s = _BRANCH_LOOK_S  # checked, since nothing wakes a branch that is no longer needed
+        self._branch_look_s = _BRANCH_LOOK_S  # look often, since nothing wakes a branch that is no longer needed
 
     # ---- called on the run's loop ----
 
@@ -378,7 +378,7 @@ class ThreadSession(Session):
         """Tell the client to stop; see `Session.stop`."""
         self._stopping = reason
         self._outbox.put(reason)
-        # Sent from here only if the session's thread waits for an update; if it is about to send, it sends the reason
+        # The reason is sent from here only if the session's thread waits for an update; else that thread sends it
         # itself.
         if self._hears_late and self._sending.acquire(blocking=False):
             try:

@@ -332,7 +332,7 @@ class SessionLine:
     async def confirm(self, incarnation: int, assignment: int) -> None:
         """Tell a client whose connection can resume that its answer has arrived, so that the client may discard the answer."""
         if self._resumes and not self.closed:
-            with suppress(PeerLost, PeerTimeout):  # noticed by the coroutine that receives
+            with suppress(PeerLost, PeerTimeout):  # the coroutine that receives notices the lost connection
                 await self.send(Message(Kind.KEEPALIVE, 0, incarnation, {"confirms": assignment}))
 
     def beat(self, message: Message) -> None:
@@ -340,9 +340,9 @@ class SessionLine:
         if self._sending.locked() or self.closed or self.pair.has_unsent:
             return
         steps = self.pair.sending(message)
-        with suppress(StopIteration, PeerLost, PeerTimeout):  # noticed by the coroutine that waits for the client
+        with suppress(StopIteration, PeerLost, PeerTimeout):  # the coroutine that waits notices a lost connection
             next(steps)
-            self._session.loop.begin(self._finish(steps))  # not sent at once, which means that the system lacks buffers
+            self._session.loop.begin(self._finish(steps))  # the system lacks buffers, so send the rest later
 
     async def _finish(self, steps: Waits[int]) -> None:
         async with self._sending:
@@ -367,7 +367,7 @@ class SessionLine:
             return False
         step = Resumption(session.client, session.incarnation, message.incarnation, self.pair, position)
         self._put(step)
-        while not session.stopping and not self.pair.closed:  # else the run's loop may have ended, and would not answer
+        while not session.stopping and not self.pair.closed:  # otherwise the run's loop may have ended
             with suppress(queue.Empty):
                 return step.is_taken.get()
             await session.loop.pause(_LOOK_S, step.is_taken)
@@ -401,7 +401,7 @@ class SessionLine:
         """
         if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
-        # wakes all others that use this connection
+        # this also wakes all others that use the connection
         pair.cut("connection-broken", "another user found it so")
         while self.pair is pair:
             if self._is_closed:

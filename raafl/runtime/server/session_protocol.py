@@ -367,8 +367,8 @@ class SessionProtocol:
         info, hello = yield from self._greet()
         self._num_samples, self._below = info.num_samples, info.below
         self.report(Joined(info))
-        # A result that was lost with the earlier connection is recorded as refused, under the earlier incarnation,
-        # since the client names its task, and might name the one that is sent next.
+        # A result that was lost with the earlier connection is recorded as refused, under the earlier incarnation: its
+        # task number comes from the client, and could be that of the task that is sent next.
         if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
             self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))
@@ -496,7 +496,7 @@ class SessionProtocol:
                 assert failed.refusal is not None
                 return unanswered(assignment, failed.refusal)
             reason = means
-        if self.plan.up is not None:  # zeros, in the decoder's own storage
+        if self.plan.up is not None:  # the decoder has storage for zeros
             nothing = self.up.nothing(assignment.spec, torch.device(self.setup.device))
         else:
             nothing = self.buffer(self.plan.payload.returned(assignment.spec))

@@ -101,8 +101,8 @@ class Server(Driver):
         self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
         self.storage = storage or PayloadRoom()
         self._snapshots = Snapshots(coordinator, self.storage)
-        # By session and task: values that were sent. A session's thread may read them until the update has arrived or
-        # the session has ended; then they are released for reuse.
+        # values that were sent, by session and task; a session's thread may read them until the update has arrived or
+        # the session has ended, after which they are released for reuse
         self._sent: dict[_Life, dict[int, FlatTensors]] = {}
         # The lock guards the next four attributes, which transport threads use in `enter`. All else, such as global
         # state, coordinator and record, belongs to the loop's thread.
@@ -162,14 +162,14 @@ class Server(Driver):
             session = self._entering[client, incarnation] = make(incarnation)
             if self._farewell:
                 session.stop(self._farewell)  # sent as its first message, since the last evaluation may take minutes
-            session.start()  # within the lock, so that `close` finds each thread that starts
+            session.start()  # start within the lock, so that `close` finds each thread that starts
 
     def run(self) -> str:
         """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
         self._alone_since = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
-            # clients from before the restart are gone
+            # clients from before the restart are gone, and have to join again
             self._handle(Lost(client.id, RESTART, client.incarnation), self.now)
         if self._evaluator is not None:
             self._evaluator.start()
@@ -304,7 +304,7 @@ class Server(Driver):
     def _deliver(self, assignment: Assignment) -> None:
         if self._start is None:
             self._start = time.perf_counter() - self._resumed_at
-        # before it is sent, so that its id is not used again after any failure
+        # record the task before it is sent, so that its id is not used again after any failure
         self.record.assigned(assignment)
         session = self.sessions.get(assignment.client)
         if session is not None:
@@ -341,10 +341,10 @@ class Server(Driver):
         """Release the clients, and wait for the last evaluation."""
         is_paused = self.reason == "interrupted" and self._patience_s is not None and self._interrupt.by_manager
         farewell = PAUSED if is_paused else self.reason or "failed"
-        # before any connection closes, since a client then looks for the reason
+        # announce the reason before any connection closes, since a client whose connection closes looks for it
         self._announce(None, farewell)
         with self._enter_lock:
-            # these may still be building their models
+            # clients that are entering may still be building their models
             self._farewell, entering = farewell, list(self._entering.values())
         for session in [*self.sessions.values(), *entering]:
             session.stop(farewell)
@@ -360,12 +360,12 @@ class Server(Driver):
     def close(self) -> None:
         """Close the connections of clients that are still connected."""
         with self._enter_lock:
-            self._is_closed = True  # clients that connect before the port is closed are refused
+            self._is_closed = True  # clients that connect before the port is closed must be refused
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:
             if session.is_alive():
                 session.abandon()
-        deadline = time.monotonic() + _ABANDONED_S  # for all together, of which there may be ten thousand
+        deadline = time.monotonic() + _ABANDONED_S  # one deadline for all sessions, of which there may be ten thousand
         for session in everyone:
             if session.is_alive():
                 session.join(timeout=max(deadline - time.monotonic(), 0.0))
@@ -375,7 +375,7 @@ class Server(Driver):
         client = event.client.id
         with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
-        if session is None:  # active from the start, as under torchrun
+        if session is None:  # the session was active from the start, as under torchrun
             if not self.coordinator.started:
                 there = len(self.coordinator.roster.clients) + 1
                 self.note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
@@ -446,7 +446,7 @@ class SnapshotEvaluator(threading.Thread):
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
         """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied."""
         with self._changed:
-            # may be overwritten while its evaluation has not begun; once it has, the snapshot is in neither variable
+            # the waiting snapshot may be overwritten; one that is being evaluated is in neither variable
             snapshot = self._next[2] if self._next is not None else self._spare
             self._spare = None
             if snapshot is None:
@@ -482,7 +482,7 @@ class SnapshotEvaluator(threading.Thread):
                 self._next = None
             try:
                 metrics = self._evaluator(snapshot, version)
-                # within `try`, so that its errors end the run and not only this thread
+                # called within `try`, so that its errors end the run and not only this thread
                 self._on_values(version, metrics, snapshot)
             except USER_ERRORS as error:
                 with self._changed:
@@ -514,7 +514,7 @@ class LinkTracker:
             item.is_taken.put(self._offer(item))
         elif isinstance(item, Away | Back):
             client = self._roster.find(item.client)
-            # else another session has replaced this one
+            # otherwise another session has replaced this one
             if client is not None and client.incarnation == item.incarnation:
                 self._tell(item)
         else:

@@ -408,7 +408,7 @@ def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result."""
     tensors: list[Tensor] = []
     try:
-        # else each attribute of a tensor that is read would go through all active modes
+        # otherwise reading an attribute of a tensor would go through all active modes
         with torch._C.DisableTorchFunction():
             forms = _form(args, tensors), _form(tuple(kwargs.items()), tensors)
         if not tensors:  # without tensors among the arguments the device is unknown
@@ -417,7 +417,7 @@ def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         same = tuple([first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])
         key = func, torch.get_default_dtype(), *forms, same
         return _known.get(key) or CachedResult(key)
-    except (_OfItsOwn, TypeError):  # an argument is not hashable
+    except (_OfItsOwn, TypeError):  # TypeError: an argument is not hashable
         return None
 
 

@@ -313,7 +313,7 @@ def _moved_bytes(
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in _changed_by(func)]
     written = sum(map(_bytes_of, tensors_in(changed)))
     if not fresh and not written:
-        return 0  # a view
+        return 0  # a view moves no bytes
     if packet in _READS_ROWS:
         return 2 * fresh + sum(map(_bytes_of, operands[1:]))
     read = sum(map(_bytes_of, operands))

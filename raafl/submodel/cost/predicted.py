@@ -141,7 +141,7 @@ def _cold(
             found = follow(begin, spec, on_values)
         except USER_ERRORS as error:
             failure = error
-    # the step may need a hidden dictionary, as one of constants
+    # the step may need a dict that was hidden, such as a table of constants
     if hidden.any and (found is None or found[0].guessed):
         with uncached(module, is_cold=False):
             return follow(begin, spec, on_values)
@@ -198,7 +198,7 @@ def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
     """Run a step on the meta device; return its cost and the bytes of module and batch, or else None and the error."""
     failure: BaseException | None = None
-    # "meta" is the default device of tensors that the user's code creates; code that reads their values needs "cpu"
+    # tensors that the user's code creates go to the meta device by default; code that reads their values needs the CPU
     for default in ("meta", "cpu"):
         run = begin(spec)
         if run.batch is None:
@@ -238,7 +238,7 @@ def _draw_values(module: nn.Module) -> None:
     draw(module, 0)
     for buffer in persistent_buffers(module).values():  # the buffers' true values are not known here
         if buffer.is_floating_point() or buffer.dtype == torch.bool:
-            buffer.fill_(1)  # not 0, by which code may divide
+            buffer.fill_(1)  # 1 and not 0, since code may divide by a buffer
 
 
 def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:

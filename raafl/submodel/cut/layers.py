@@ -39,7 +39,7 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for attribute in _ATTACHED:
             if part.__dict__.get(attribute) is not None:
                 memo[id(part.__dict__[attribute])] = sentinel
-        # each module has a dozen dicts of hooks, mostly empty, to copy which would take half of deepcopy's time
+        # each module has a dozen dicts of hooks, mostly empty: to copy them would take half of deepcopy's time
         memo |= {id(x): type(x)() for x in vars(part).values() if type(x) in (dict, OrderedDict, set) and not x}
         # deepcopy refuses a tensor that a hook computes before each forward pass, such as the weight of
         # `nn.utils.weight_norm`

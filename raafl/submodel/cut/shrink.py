@@ -146,8 +146,7 @@ class _Rescale:
 
 
 def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> None:
-    # Compared by tensor, not by name: a tied weight has one name, and may be the output weight of only one of its
-    # layers.
+    # Compare tensors and not names: a tied weight has one name, and may be the output weight of only one of its layers.
     for name, layer in small.named_modules():
         if isinstance(layer, FewerHeads):
             layer.scale = full.get_submodule(name).num_heads / layer.num_heads
@@ -173,7 +172,7 @@ class StandIn(nn.Module):
         """Create a module that passes its calls on to ``module``, which is elsewhere in the same model."""
         super().__init__()
         self.training = module.training
-        # in a list: as a plain attribute it would become a submodule
+        # a list, since a module as plain attribute would become a submodule
         self.__dict__["stands_for"] = [module]
 
     def forward(self, *args: object, **kwargs: object) -> Any:
@@ -218,7 +217,7 @@ class FewerHeads(nn.MultiheadAttention):
     # model whose mode decides whether the output is scaled, in a tuple so that it is no submodule; empty = never
     model: tuple[nn.Module, ...] = ()
 
-    def forward(  # torch's own signature
+    def forward(  # the signature is torch's
         self,
         query: Tensor,
         key: Tensor,
@@ -307,5 +306,5 @@ def _resize_multihead(layer: nn.MultiheadAttention) -> None:
     layer.num_heads, layer.embed_dim = heads, width
     if layer.in_proj_weight is not None:
         layer.kdim = layer.vdim = layer.in_proj_weight.shape[1]
-    # else torch's encoder layer would use its fused kernel, which cannot have fewer heads
+    # otherwise torch's encoder layer would use its fused kernel, which cannot have fewer heads
     layer._qkv_same_embed_dim = False

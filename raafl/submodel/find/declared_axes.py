@@ -48,7 +48,7 @@ def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
         sizes[member.name, member.dim] = room // sum(m.unit for m in together)
     if not sizes:
         raise SpecError(f"axis '{axis}' is declared without members: give at least one (parameter name, dim)")
-    # the smallest counts: if a fused qkv tensor has only q on the axis, its dimension has room for more
+    # the smallest size counts: if only q of a fused qkv tensor is on the axis, the dimension has room for more units
     size = min(sizes.values())
     for (name, dim), found in sizes.items():
         alone = sum((m.name, m.dim) == (name, dim) for m in members) == 1 and all(

@@ -194,7 +194,7 @@ class Candidates:
         for path, is_wide in whole_layers(self.module):
             name = f"{path}.weight"
             if name not in self.seen.dims:
-                continue  # absent from this model
+                continue  # this model lacks the layer
             _, place = produces(self.module.get_submodule(path)) or ("", 0)
             made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
             if is_wide:

@@ -162,7 +162,7 @@ class Labels:
     def _note(self, dim: Dim, why: str | Reason, attribute: str) -> None:
         for atom in dim.units():
             if getattr(atom, attribute) is None:
-                # looked up once, and only if needed, since finding the line is slow
+                # look the line up once, and only if needed, since that is slow
                 why = Reason(why, self.place()) if isinstance(why, str) else why
                 setattr(atom, attribute, why)
 
@@ -228,7 +228,7 @@ class Labels:
                 self._split(a, b.size)
             elif b.size % a.size == 0:
                 self._split(b, a.size)
-            else:  # as (2, 3) and (3, 2): dropping an index of one shape would break the other
+            else:  # shapes such as (2, 3) and (3, 2): dropping an index of one would break the other
                 self.pin(Dim([*ours, *theirs]), "it is factored in two ways that do not fit")
                 return
 
@@ -239,7 +239,7 @@ class Labels:
         atoms = dim.leaves()
         inner = math.prod(atom.size for atom in atoms[1:])
         if atoms and length and start % inner == 0 and length % inner == 0:
-            # whole indices of the first factor, so that all other factors stay complete
+            # the slice takes whole indices of the first factor, so all other factors stay complete
             first = self._cut(atoms[0], start // inner, length // inner)
             return Dim([*first.atoms, *atoms[1:]])
         self.pin(dim, "a slice takes a part of it")
@@ -291,7 +291,7 @@ class Labels:
             self._merge_joined(a, b)
             return
         if a.parts:
-            a, b = b, a  # the one without parts becomes the other one
+            a, b = b, a  # the label without parts is merged into the other
         for attribute in ("pin", "span"):
             if (reason := getattr(a, attribute)) is not None:
                 self._note(Dim([b]), reason, attribute)

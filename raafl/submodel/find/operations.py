@@ -145,7 +145,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
             found = []
         fits = [[dim.size for dim in dims] == list(out.shape) for dims, out in zip(found, call.outs, strict=False)]
         if len(fits) == len(call.outs) and all(fits):
-            # only a view passes on the very label object, which identifies a parameter's dimension
+            # only a view passes on the label object itself, by which a parameter's dimension is known
             return found if call.is_view else [[Dim(dim.atoms) for dim in dims] for dims in found]
     for tensor in call.ins:
         for dim in call.dims_of(tensor):
@@ -167,7 +167,7 @@ def _broadcast(call: Call, out: Tensor) -> Dims:
     is_gate = call.name == "mul" and len(call.ins) > 1 and call.ins[0].shape == call.ins[1].shape
     for back, dim in (pair for tensor in call.ins for pair in enumerate(reversed(call.dims_of(tensor)), 1)):
         if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
-            continue  # of a broadcast dimension no label is passed on
+            continue  # a broadcast dimension has no label to pass on
         known = dims[-back]
         if known is None:
             dims[-back] = dim

@@ -66,7 +66,7 @@ def _convolution(call: Call) -> list[Dims]:
     pixels = call.new(out.shape[2:], "they are pixels")
     for i, (dim, width) in enumerate(zip(x[2:], weight[2:], strict=True)):
         if (width.size, *(call[name][i % len(call[name])] for name in ("stride", "padding"))) == (1, 1, 0):
-            pixels[i] = dim  # 1 x 1 without padding: pixels keep their label
+            pixels[i] = dim  # a 1 x 1 kernel without padding leaves pixels their label
         else:
             call.labels.pin(dim, "they are pixels")
             call.labels.pin(width, "they are pixels")

@@ -126,7 +126,7 @@ class SizeTracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        # weights averaged over heads are rarely used, and if they are, the proof notices it
+        # this function averages attention over heads, which rarely matters; if it does, the proof fails
         self._labels.is_spanning = name != "multi_head_attention_forward"
         answer = func(*_with_slices(name, args), **kwargs)
         self._labels.is_spanning = True
@@ -136,7 +136,7 @@ class SizeTracker(TorchFunctionMode):
             for part in args:
                 if isinstance(part, Size):
                     self.uses.number(part)
-        # a device without that kernel does not get here
+        # on a device without that kernel this call does not occur
         if name == "scaled_dot_product_attention" and kwargs.get("scale") is None:
             self._labels.pin(self._dims_of(args[0] if args else kwargs["query"])[-1], DIVIDED)
         takes = TAKERS.get(name)
@@ -151,7 +151,7 @@ class SizeTracker(TorchFunctionMode):
     def _origin(self, value: int | None, part: Part) -> Any:
         """Return the origin of ``value``, which code has passed as the size of ``part``; None = unknown."""
         origin = None if value is None else origin_of(value)
-        if value is not None and value < 0 and part.stop is not None:  # a slice that ends before the end
+        if value is not None and value < 0 and part.stop is not None:  # the slice ends before the last element
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
         return origin
 
@@ -414,7 +414,7 @@ def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
             return getattr(float(self), plain.__name__)(other)
         value = plain(int(self), int(other) if isinstance(other, Size) else other)
         for size in (self, other) if type(value) is float else ():
-            float(size)  # which records the use
+            float(size)  # `float` records the use
         if type(value) is not int or name not in OPERATORS:
             return value
         origins = (self.origin, origin_of(other))

@@ -123,7 +123,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.is_blind and self.num_conditions < _MOST_CONDITIONS:
                 return False
         ins = tensors_in((args, kwargs))
-        # before the call, which may change a shape in place
+        # read the labels before the call, which may change a shape in place
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}
         answer = result_of(func, args, kwargs)
         outs = tensors_in(answer)
@@ -261,7 +261,7 @@ def _attempt(
         if time < TIMES:
             seen.problem = ": ".join(filter(None, (isolated_run.user_frame(error), isolated_run.one_line(error))))
     if values and tracer.num_conditions and seen.problem is None:
-        # once more with each condition on a mask taken as false, so that the code for padding is traced, too
+        # trace once more with conditions on masks taken as false, so that the code for padding is traced, too
         tracer.is_blind, tracer.num_conditions = True, 0
         with suppress(Exception):
             step(end)

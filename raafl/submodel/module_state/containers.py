@@ -290,7 +290,7 @@ class Glance:
 
     def is_same(self) -> bool:
         """Check whether no collection has gained, lost or exchanged an item; False may be a false alarm."""
-        # lengths first: `map` ends with the shorter of two sequences
+        # compare lengths first: `map` ends with the shorter of two sequences
         if self._items is None or sum(map(len, self._collections)) != len(self._items):
             return False
         return all(map(is_, chain.from_iterable(self._collections), self._items))

@@ -78,7 +78,7 @@ class ModuleState:
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
-        # most modules change nothing but tensors, which one pass over all containers can tell
+        # most modules change nothing but tensors, which one comparison of all containers can tell
         live = [(record, record.live()) for record in (*self._restored, *self._fixed, *self._watched)]
         self._glance = Glance([collection for _, collections in live for collection in collections])
         self._unseen = {id(record) for record, collections in live if not collections}
@@ -97,7 +97,7 @@ class ModuleState:
         if any(record.changed() for record in self._left(self._watched, is_same)):
             self._watch()
         if not metrics:
-            self._glance.forget()  # the quick look may have been taken after the metrics changed
+            self._glance.forget()  # metrics were not restored, so the next comparison must be full
         elif not is_same:
             self._glance.take()
 

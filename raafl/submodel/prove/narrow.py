@@ -89,7 +89,7 @@ def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
             value.copy_(buffers[name])
             if name in statistics:
                 value.add_(0.3 * noise.abs())
-        elif name in buffers:  # not 0, by which a spectral norm would divide
+        elif name in buffers:  # no zeros, by which a spectral norm would divide
             value.copy_(noise.abs()) if is_merged(value.dtype) else value.zero_()
         else:
             draw_(name, value, noise)

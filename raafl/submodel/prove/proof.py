@@ -119,11 +119,11 @@ class _Proof:
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in step.loss_and_gradients()):
             return "its training step gives numbers that are not finite, whatever is cut: correct the step first"
-        # the second constant may drop all elements, whose mean is then a division by 0
+        # random numbers of 0.9 may drop all elements, whose mean is then a division by 0
         if step.noisy and not self._finite(self.noise[1]):
             self.noise = NOISE[:1] * 2
         self.uncut = largest_of(step.gradients) if self.measures_rounding else {}
-        if not self.spanned & self.submodels.axes.keys():  # needed only for axes that a norm spans
+        if not self.spanned & self.submodels.axes.keys():  # only axes that a norm spans need this
             self.first = StepOutcome()
         return None
 
@@ -258,7 +258,7 @@ class _Proof:
             self.state.restore()
         module.zero_grad(set_to_none=True)
         done, mode = StepOutcome(), Quiet(noise, self.halves, self.dtype)
-        seeded(5)  # so that the steps of submodel and whole model draw equal numbers
+        seeded(5)  # draw the same random numbers in the steps of both models
         handles = watch_outputs(
             module,
             lambda path, given: done.outputs.append(
@@ -459,13 +459,13 @@ class Quiet(TorchFunctionMode):
                 kwargs["dropout_p"] = 0.0
         answer = func(*args, **kwargs)
         if name in ("to", "type", "bfloat16", "half") and isinstance(answer, Tensor) and answer.dtype in self.halves:
-            return args[0].to(answer.device, self.wide)  # dtype in which the proof runs the layers
+            return args[0].to(answer.device, self.wide)  # the proof runs the layers in this dtype
         if name in DRAWN:  # random numbers of another shape would differ for the same units
             answer.fill_(self.noise)
             self.noisy = True
         elif name in ("bernoulli", "bernoulli_"):
             chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
-            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier outcome in place of a random one
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier outcome replaces a random draw
         if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
             self.forced |= args[0].dtype == torch.float64
         return answer

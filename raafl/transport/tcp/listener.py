@@ -307,10 +307,10 @@ class Listener:
     def _turn_out(self, caller: _Caller, reason: str) -> None:
         """Mark a caller as rejected, and wake its coroutine, which then closes the connection."""
         caller.reason = caller.reason or reason
-        # Only that coroutine closes the descriptor: if closed here, its number could be reused while the coroutine
-        # waits for it.
+        # Only that coroutine closes the descriptor, whose number could otherwise be reused while the coroutine waits
+        # for it.
         with suppress(OSError):
-            # shuts down reading only: the peer notices nothing until the socket is reset
+            # shut down reading only, of which the peer notices nothing until the socket is reset
             shut(caller.sock, socket.SHUT_RD)
 
     def _may_enter(self, denied: Refused | None, peer: Peer) -> None:
@@ -328,7 +328,7 @@ class Listener:
             denied = await self._loop.drive(passing(opening_stream(caller.sock, HANDSHAKE_S), self._pass_on))
             if denied is PASSED:
                 self._loop.forget(caller.sock)
-                caller.sock.close()  # no shutdown: the connection goes on in the process that has received it
+                caller.sock.close()  # do not shut it down: the connection goes on in the process that has received it
                 return True
         if (context := self._login.context()) is not None:
             caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
@@ -511,7 +511,7 @@ def tunnel(proxy: str, host: str, port: int, timeout_s: float) -> socket.socket:
         answer = bytearray()
         while not answer.endswith(b"\r\n\r\n"):
             sock.settimeout(max(until - time.monotonic(), 0.001))
-            byte = sock.recv(1)  # byte by byte, since all after the head is the server's
+            byte = sock.recv(1)  # read byte by byte, since all after the head belongs to the server
             if not byte or len(answer) >= _MAX_HEAD_BYTES:
                 raise PeerLost(
                     "connection-broken", f"the proxy at {parts.hostname}:{parts.port} does not answer CONNECT"

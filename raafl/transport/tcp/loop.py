@@ -115,7 +115,7 @@ class SocketLoop:
         # calls from other threads, which together wake the loop once
         self._posted: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_woken = False
-        self._reminders: dict[float, Reminders] = {}  # by their interval in seconds
+        self._reminders: dict[float, Reminders] = {}  # reminders by their interval in seconds
 
     def start(self) -> SocketLoop:
         """Start the thread; return the loop. The process may then open as many files as the system lets it."""
@@ -154,7 +154,7 @@ class SocketLoop:
         self._is_woken = False  # reset first, so that a call posted from now on is seen below or wakes the loop again
         while self._posted:
             function, args = self._posted.popleft()
-            # scheduled, not called, so that an error in one does not stop the others
+            # schedule the call, so that an error in it does not stop the others
             self._loop.call_soon(function, *args)
 
     def begin(self, steps: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

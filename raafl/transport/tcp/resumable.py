@@ -28,8 +28,8 @@ from raafl.transport.tcp.connection import TcpConnection
 SUCCEEDED = "connection-replaced"
 """Reason of `PeerLost` on a connection that a new one of the same client has replaced."""
 
-# reasons of `PeerLost` after which the client may reconnect; "closed-here", since a thread that notices the failure
-# closes the connection, and other threads see that
+# reasons of `PeerLost` after which the client may reconnect; "closed-here" is one, since a thread that notices a
+# failure closes the connection, which other threads then see
 LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
 _LOOK_S = 0.05  # seconds between two checks by a thread that waits
 
@@ -228,7 +228,7 @@ class ResumableConnection(Connection):
         """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends before."""
         if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
-        # wakes other threads that still use this connection
+        # this also wakes other threads that still use the connection
         pair.cut("connection-broken", "another thread found it so")
         while self.pair is pair:
             if self._is_closed:
@@ -243,7 +243,8 @@ class ResumableConnection(Connection):
         try:
             pair, theirs = self._renew(self._progress.here(partial), error)
             pair.partial = partial
-            # under the lock, so that a message sent meanwhile is compared here or goes over the new connection
+            # change both under the lock, so that a message sent meanwhile is compared here or goes over the new
+            # connection
             with self._swap:
                 self.pair = pair
                 self._progress.go_on(theirs)

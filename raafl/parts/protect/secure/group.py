@@ -40,7 +40,7 @@ class CannotOpen(Exception):
     """
 
     def __init__(self, detail: str, reason: Literal["too-few", "bad-share", "bad-group"]) -> None:
-        super().__init__(detail, reason)  # both arguments, without which the exception could not be copied or pickled
+        super().__init__(detail, reason)  # with both arguments the exception can be copied and pickled
         self.reason = reason
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int,
 def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError as error:  # a key of wrong length, or one that would make the secret predictable
+    except ValueError as error:  # the key has a wrong length, or would make the secret predictable
         raise CannotOpen(f"a member's public key cannot be used: {error}", "bad-group") from None
     return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=purpose.encode()).derive(secret)
 

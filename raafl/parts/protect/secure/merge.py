@@ -130,7 +130,7 @@ class SecureSum(Wrapped):
                 f"secure_aggregation: '{others[0].name}' trains in {str(others[0].dtype)[6:]}: use a model in float32",
             ]
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
-        if statistics and not isinstance(self.inner, Private):  # else `Private` reports the same problem
+        if statistics and not isinstance(self.inner, Private):  # otherwise `Private` reports the same problem
             problems = [
                 *problems,
                 f"secure_aggregation: the model has running statistics ({statistics[0]}), which secure aggregation "

@@ -1,1 +1,1 @@
-"""Speed against limits and peers, each row dated and naming the hardware."""
+"""Measure raafl's speed against hardware limits and other simulators; each result has its date and hardware."""

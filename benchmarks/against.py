@@ -44,7 +44,7 @@ print(json.dumps(list(getattr(module, sys.argv[2])())))
 
 
 def run(tree: Path, what: str) -> list[Row]:
-    """Return the rows of a benchmark of one tree, ``NAME`` or ``NAME:FUNCTION``, measured in a process of its own."""
+    """Run a benchmark, ``NAME`` or ``NAME:FUNCTION``, from one tree in a process of its own, and return its rows."""
     name, _, function = what.partition(":")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     command = [sys.executable, "-c", _CALL, name, function or "rows"]
@@ -66,13 +66,10 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def in_turns(what: str, other: Path, rounds: int, run: Run = run) -> list[Row]:
-    """Run a benchmark of both trees in turns and compare their rows.
+    """Run a benchmark from both trees in turns and compare their rows.
 
-    Args:
-        what: name of the benchmark, and after a colon perhaps a function of it.
-        other: folder with the other tree.
-        rounds: how often each tree runs; the tree that begins changes from round to round.
-        run: runs the benchmark of a tree.
+    `what`: the benchmark's name, perhaps with a colon and a function. `other`: folder of the other tree. `rounds`: runs
+    of each tree; the one that runs first changes each round.
     """
     found: dict[Path, list[list[Row]]] = defaultdict(list)
     for number in range(rounds):
@@ -82,13 +79,7 @@ def in_turns(what: str, other: Path, rounds: int, run: Run = run) -> list[Row]:
 
 
 def compare(name: str, here: Sequence[Iterable[Row]], there: Sequence[Iterable[Row]]) -> list[Row]:
-    """Return a row for each that both trees have measured.
-
-    Args:
-        name: name of the benchmark.
-        here: rows of this tree, by round.
-        there: rows of the other tree, by round.
-    """
+    """Compare rows that both trees have measured; ``here`` and ``there`` have this tree's and the other's rows, by round."""
     ours, theirs = ([{_key(row): row for row in rows} for rows in side] for side in (here, there))
     compared = []
     for key in ours[0]:
@@ -122,7 +113,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare from the command line; ``argv``: arguments, None = those of the process."""
+    """Compare two trees as the command line says; ``argv`` None = the process's arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against")
     parser.add_argument("commit", help="commit, branch or tag to compare this working tree with")
     parser.add_argument("names", nargs="+", metavar="NAME", help="benchmark, or NAME:FUNCTION for a few of its rows")

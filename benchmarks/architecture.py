@@ -19,7 +19,7 @@ _LEFT, _GAP, _HEIGHT, _ROW = 14.0, 10.0, 40.0, 54.0
 
 
 class Step(NamedTuple):
-    """One step: the lane's number, a module, a name in it, and what it does."""
+    """One step in the picture: number of its lane, module, a name in it, and what it does."""
 
     lane: int
     module: str

@@ -28,7 +28,7 @@ RATE = 0.25
 
 
 def rows() -> Iterator[Row]:
-    """Yield a row for each architecture, and the medians."""
+    """Yield a row for each architecture, then one with the medians."""
     found = []
     for name, architecture in ARCHITECTURES.items():
         torch.manual_seed(0)

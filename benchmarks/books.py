@@ -44,7 +44,7 @@ ROW: JournalRow = {
 
 
 def append(num_rows: int) -> Row:
-    """Return microseconds of a row's append, with and without its link."""
+    """Measure the microseconds to append a row to the journal, with and without its link in the hash chain."""
     times: dict[str, list[float]] = {"plain": [], "linked": []}
     for _ in range(REPEATS):
         times["linked"].append(_append_us(num_rows))
@@ -63,12 +63,10 @@ def _append_us(num_rows: int) -> float:
 
 
 def site(num_tasks: int, num_steps: int, share: float) -> Row:
-    """Return CPU seconds of a client's tasks, and the shares that receipts and an audit of them take.
+    """Measure a client's CPU seconds for tasks, and which share of them receipts and an audit add.
 
-    Args:
-        num_tasks: number of tasks in each turn.
-        num_steps: number of steps of a task.
-        share: share of the tasks whose inputs are kept, and that are trained again.
+    `num_tasks`, `num_steps`: tasks in each turn, and their steps. `share`: share of the tasks whose inputs are stored,
+    and which are trained again.
     """
     parsed = parse("simulate", ["--config", CONFIG, "--progress=quiet"])
     setup = ClientSetup.build(parsed.experiment, parsed.config_yaml, 1, own_data=False)
@@ -86,7 +84,8 @@ def site(num_tasks: int, num_steps: int, share: float) -> Row:
         with setup.receipts_kept(share, lambda text: None):
             assert setup.receipts is not None
             for task, digest, num_samples in answers:
-                values.fingerprint()  # takes as long as the update's, whose storage is used again
+                # takes as long as the fingerprint of the update, whose storage the next task reuses
+                values.fingerprint()
                 receipt = receipt_of(task, None, trained=digest, sent=digest, num_samples=num_samples)
                 setup.receipts.sent(receipt, setup.receipts.draw_inputs(values))
             books = setup.receipts.folder
@@ -115,12 +114,7 @@ def _task(number: int, num_steps: int) -> Assignment:
 
 
 def rows(num_rows: int = 50_000, share: float = 0.05) -> list[Row]:
-    """Measure both, with a state folder of its own.
-
-    Args:
-        num_rows: number of rows of a journal.
-        share: share of the tasks that are kept and trained again.
-    """
+    """Measure rows of a journal and tasks of a site, with a state folder of its own."""
     with tempfile.TemporaryDirectory() as state, mock.patch.dict(os.environ, {"XDG_STATE_HOME": state}):
         return [append(num_rows), site(60, 100, share), site(20, 400, share)]
 

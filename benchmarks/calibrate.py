@@ -32,11 +32,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rows(cases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] | None = None) -> list[Row]:
-    """Calibrate and predict each case; return a row for each run that is predicted.
-
-    Args:
-        cases: names and options; None = `CASES`.
-    """
+    """Calibrate profiles and predict runs for each case; return a row for each predicted run; ``cases`` None = `CASES`."""
     with tempfile.TemporaryDirectory(prefix="raafl-calibrate-") as scratch:
         base = Path(scratch) / "measured.yaml"
         raafl(["plan", "--measure", str(base), "--json"])

@@ -32,18 +32,15 @@ def on_device(
     num_steps: int,
     least_s: float,
 ) -> dict[str, Callable[[], Row]]:
-    """Return rows that measure seconds of a step, eager and captured, for each model, precision and rate.
+    """Measure the seconds of a training step, eager and captured, for each model, precision and rate.
 
-    Eager steps have the plain form of the optimizer (``fabric.capture off``); captured ones its fused form. Bare loops of PyTorch
-    with the whole model come last: eager, with graphed passes (`make_graphed_callables`), and as one CUDA graph of the whole step.
+    Eager steps use the plain form of the optimizer (``fabric.capture off``), captured ones its fused form. Bare loops
+    of PyTorch with the whole model come last: eager, with graphed passes (`make_graphed_callables`), and as one CUDA
+    graph of the whole step.
 
-    Args:
-        models: names of workloads.
-        rates: rates of the submodels, that of the whole model first.
-        precisions: values of ``fabric.precision``.
-        device: that computes; without a GPU nothing is captured.
-        num_steps: steps of a measured task.
-        least_s: seconds of each measurement at least; 0 = one task, without those that capture and compare.
+    `models`: names of workloads. `rates`: rates of the submodels, the whole model's first. `precisions`: values of
+    ``fabric.precision``. `num_steps`: steps of a measured task. `least_s`: least seconds of each measurement; 0 = one
+    task.
     """
     whole: dict[tuple[str, str], Row] = {}
 
@@ -73,7 +70,7 @@ def on_device(
 
 
 def _beside(work: Any, submodels: Any, rate: float, precision: str, device: str, num_steps: int, least_s: float) -> Row:
-    """Measure seconds of a step of one submodel, eager and captured."""
+    """Measure the seconds of a step of one submodel, eager and captured."""
     import torch
 
     from raafl.core.options import FabricOptions
@@ -93,18 +90,18 @@ def _beside(work: Any, submodels: Any, rate: float, precision: str, device: str,
 
 
 def _seconds(task: Any, least_s: float) -> float:
-    """Return the seconds of a task, after those that capture and compare."""
+    """Return the seconds of a task, measured after the tasks that capture and compare."""
     for _ in range(PROOFS if least_s else 0):
         task()
     num, begun = 0, time.perf_counter()
     while not num or time.perf_counter() - begun < least_s:
-        task()  # its end waits for the GPU, which its result is read from
+        task()  # returns once the GPU is done, since the result is read from it
         num += 1
     return (time.perf_counter() - begun) / num
 
 
 def _bare(model: str, precision: str, device: str, num_steps: int, least_s: float, kind: str) -> Row:
-    """Measure seconds of a step of a loop of PyTorch alone on one batch; without a GPU each kind is eager."""
+    """Measure the seconds of a step in a loop of PyTorch alone on one batch; without a GPU all kinds are eager."""
     import torch
 
     from benchmarks.gpu_rows import Loss
@@ -141,7 +138,7 @@ def _bare(model: str, precision: str, device: str, num_steps: int, least_s: floa
 
 
 def _whole_graph(step: Callable[[], None]) -> Any:
-    """Return the replay of one CUDA graph of the whole step."""
+    """Capture a whole step as one CUDA graph; return the function that replays it."""
     import torch
 
     side = torch.cuda.Stream()
@@ -160,12 +157,10 @@ def _whole_graph(step: Callable[[], None]) -> Any:
 
 
 def waits(names: Sequence[str]) -> list[Row]:
-    """Count how often a task waits for its GPU, within its steps and beside them, with eager and with captured steps.
+    """Count how often a task waits for its GPU, within and beside its steps, with eager and with captured steps.
 
-    Server and client share the GPU, and a task has four steps; the task with the fewest counts, after the comparisons.
-
-    Args:
-        names: names of methods.
+    Server and client share the GPU, and a task has four steps; the row has the task with the fewest waits after the
+    comparisons. `names`: names of methods.
     """
     import pytest
 

@@ -51,10 +51,8 @@ Key = tuple[str, str]
 class MethodRuns:
     """Runs of one method in one cell of the grid, over seeds.
 
-    Attributes:
-        seconds: seconds to the target of each run; None = it did not reach it, or failed.
-        updates: median of the updates to the target, which the table of `algorithm: auto` needs as a number: here alone a run
-            that did not reach the target counts as `NOT_REACHED` times the updates that it merged.
+    `seconds`: seconds to the target of each run; None = it failed, or did not reach it. `updates`: median of updates to
+    the target; only here a run that did not reach it counts, with `NOT_REACHED` times its merged updates.
     """
 
     seconds: tuple[float | None, ...]
@@ -62,7 +60,7 @@ class MethodRuns:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> MethodRuns | None:
-        """Read a row of a cell; None where no run of it has ended."""
+        """Read the runs from a row of a cell; return None if no run of the row has ended."""
         done = [run for run in row["runs"] if "error" not in run and run["updates"]]
         if not done:
             return None
@@ -73,17 +71,17 @@ class MethodRuns:
 
     @property
     def reached(self) -> int:
-        """Number of runs that reached the target."""
+        """Number of runs that have reached the target."""
         return sum(one is not None for one in self.seconds)
 
     @property
     def median_s(self) -> float:
-        """Median of the seconds, where a run that did not reach the target is later than all others; infinite if it is one."""
+        """Median seconds to the target; runs that did not reach it are later than all others, so it can be infinite."""
         found = censored_median(self.seconds)
         return math.inf if found is None else found
 
     def over(self, other: MethodRuns) -> float | None:
-        """Return the ratio of the medians of this method and another; None if neither has one, infinite if only the other has."""
+        """Divide this method's median by another's; None if neither has one, infinite if only the other has."""
         if math.isinf(other.median_s):
             return None if math.isinf(self.median_s) else 0.0
         return self.median_s / other.median_s
@@ -94,7 +92,7 @@ def _first(targets: Mapping[str, float | None]) -> float | None:
 
 
 def learn(grid: Mapping[str, Any]) -> tuple[Table, dict[Key, dict[str, MethodRuns]], dict[Key, Experiment]]:
-    """Return the table of a grid's result, without its error, and by fleet and task what was shown and an experiment."""
+    """Learn the table of `algorithm: auto` from a grid's result; return it, and by fleet and task what was measured."""
     seen: dict[Key, dict[str, MethodRuns]] = {}
     experiments: dict[Key, Experiment] = {}
     cells, fleets = [], {}
@@ -121,12 +119,7 @@ def learn(grid: Mapping[str, Any]) -> tuple[Table, dict[Key, dict[str, MethodRun
 
 
 def joined(grid: Mapping[str, Any], paths: Sequence[Path] = JOINED) -> dict[str, Any]:
-    """Return a grid's result with the rows of other results for the same tasks, fleets and options.
-
-    Args:
-        grid: result of the grid.
-        paths: the other results.
-    """
+    """Add rows of other results for the same tasks, fleets and options to a grid's result."""
     found = dict(grid)
     for path in paths:
         found = add_rows(found, path)
@@ -142,14 +135,9 @@ def _options(command: str | Sequence[str]) -> list[str]:
 def candidate(
     label: str, method: Mapping[str, Any], grid: Mapping[str, Any], task: str, fleet: FleetSummary
 ) -> Candidate:
-    """Return a method of the grid as a candidate, with the settings that the search of one task found.
+    """Make a candidate for `algorithm: auto` of a grid's method, with the settings that the search on one task has found.
 
-    Args:
-        label: label of its rows.
-        method: its options.
-        grid: result of the grid.
-        task: name of that task.
-        fleet: fleet of its cells.
+    `label`: label of its rows. `method`: its options. `fleet`: fleet of its cells.
     """
     rows = [row for cell in grid["cells"] if cell["task"] == task for row in cell["rows"] if row["row"] == label]
     searched = [row["searched"]["settings"] for row in rows if row.get("searched")]
@@ -173,7 +161,7 @@ def candidate(
 def learning_rates(grid: Mapping[str, Any]) -> list[Row]:
     """Return a row for each method with the client's learning rate that its search found best, by task.
 
-    Methods whose search had one rate alone are left out.
+    Methods whose search had only one learning rate are left out.
     """
     found: dict[str, Row] = {}
     for cell in grid["cells"]:
@@ -185,13 +173,13 @@ def learning_rates(grid: Mapping[str, Any]) -> list[Row]:
 
 
 def _rate(settings: Sequence[str]) -> float | None:
-    """Return the client's learning rate among options and their values; None = they have none."""
+    """Find the client's learning rate among options and their values; None if it is not set."""
     pairs = dict(zip(settings[::2], settings[1::2], strict=True))
     return float(pairs["--model.lr"]) if "--model.lr" in pairs else None
 
 
 def agreement(rates: Sequence[Row]) -> dict[str, int]:
-    """Count the pairs of a method and a task, and those with the rate that most methods have for the task."""
+    """Count the pairs of a method and a task, and those whose best rate is the one that most methods have for the task."""
     tasks = {name for row in rates for name in row if name != "method"}
     columns = [[row[task] for row in rates if task in row] for task in sorted(tasks)]
     return {"pairs": sum(map(len, columns)), "same": sum(column.count(mode(column)) for column in columns)}
@@ -200,14 +188,11 @@ def agreement(rates: Sequence[Row]) -> dict[str, int]:
 def left_out(
     table: Table, seen: Mapping[Key, Mapping[str, MethodRuns]], choose_for: Callable[[Key, Table], str]
 ) -> list[Row]:
-    """Choose for each cell by the other fleets alone; return a row for each, with its times beside the best and FedBuff's.
+    """Choose for each cell by what the other fleets have shown; return rows with its times beside the best's and FedBuff's.
 
     Times are medians over seeds (see `MethodRuns`), and a ratio is null where a median run did not reach the target.
-
-    Args:
-        table: what all fleets have shown.
-        seen: runs of each method, by fleet and task.
-        choose_for: function that returns the label chosen for a fleet and task by the table that it is given.
+    `seen`: runs of each method, by fleet and task. `choose_for`: function that chooses a label for a fleet and task by
+    a table.
     """
     rows = []
     for cell in table.cells:
@@ -230,7 +215,7 @@ def left_out(
 
 
 def _over_best(mine: MethodRuns, here: Mapping[str, MethodRuns]) -> Row:
-    """Return the best of a cell's methods that can be chosen, and the ratios to it of these runs' median and of each method's."""
+    """Return the best method of a cell, and the ratios to its median of the median of ``mine`` and of each method's."""
     known = {label: one for label, one in here.items() if label not in ("auto", *ALL_DEFAULTS)}
     best = min(known, key=lambda label: (known[label].median_s, -known[label].reached))
     return {
@@ -241,7 +226,7 @@ def _over_best(mine: MethodRuns, here: Mapping[str, MethodRuns]) -> Row:
 
 
 def _beside(mine: MethodRuns, others: Mapping[str, MethodRuns]) -> Row:
-    """Return each run's seconds, the ratio of medians to each other method, and the pairs in which this method is sooner."""
+    """Compare a method's runs with each other method's: ratio of medians, and number of pairs in which it is sooner."""
     row: Row = {"seconds": {"auto": list(mine.seconds), **{name: list(one.seconds) for name, one in others.items()}}}
     for label, other in others.items():
         name, test = label.lower().replace(", ", "-"), rank_test([(mine.seconds, other.seconds)])
@@ -255,7 +240,7 @@ def _finite(ratio: float | None) -> float | None:
 
 
 def _fed_buffs(table: Table) -> list[str]:
-    """Return the labels of FedBuff with the whole model: the grid's, and that with its defaults."""
+    """Return the labels of FedBuff with the whole model: that of the grid, and that with default settings."""
     return [
         *(one.label for one in table.candidates if one.method == "fed_buff" and "submodel" not in one.settings),
         DEFAULTS,
@@ -263,16 +248,12 @@ def _fed_buffs(table: Table) -> list[str]:
 
 
 def summary(rows: Sequence[Row], seen: Mapping[Key, Mapping[str, MethodRuns]], labels: Sequence[str]) -> dict[str, Any]:
-    """Summarize the rows: median and worst ratio of auto and of each method, and auto beside FedBuff.
+    """Summarise choices: median and worst ratio of auto and of each method, and auto beside FedBuff.
 
-    A cell whose median run did not reach the target is worse than all others: a median or worst ratio may be null.
-    Beside FedBuff the geometric mean and its interval are over the cells in which both medians reached the target; the
-    test by ranks is over all runs of all cells, compared within each.
-
-    Args:
-        rows: result of `left_out`.
-        seen: runs of each method, by fleet and task.
-        labels: labels of the methods of the table.
+    A cell whose median run did not reach the target counts as worse than all others, so a median or worst ratio may be
+    null. Beside FedBuff the geometric mean and its interval are over cells in which both medians reached the target;
+    the rank test is over all runs of all cells, compared within each. `rows`: result of `left_out`. `labels`: labels of
+    the methods.
     """
     always = {label: _worst([row[f"always {label}"] for row in rows if f"always {label}" in row]) for label in labels}
     fed_buffs = {
@@ -300,7 +281,7 @@ def _pair(seen: Mapping[Key, Mapping[str, MethodRuns]], row: Row, label: str) ->
 
 
 def _worst(ratios: Sequence[float | None]) -> dict[str, float | None]:
-    """Return median and largest of ratios, where null is larger than all; empty without ratios."""
+    """Return the median and the largest of ratios, where null is larger than all; empty without ratios."""
     if not ratios:
         return {}
     known = [math.inf if one is None else one for one in ratios]
@@ -308,11 +289,7 @@ def _worst(ratios: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def rules(shown: Mapping[str, Any]) -> list[Row]:
-    """Return a row for auto, and one for each method that is always taken, the best first.
-
-    Args:
-        shown: summary of the choices.
-    """
+    """Return a row for auto, and one for each method if it is always taken, the best first; ``shown``: result of `summary`."""
     auto_row = {"rule": "auto", "median": _said(shown["median"]), "worst": _said(shown["worst"])}
     for name, one in shown["over"].items():
         if one["low"] is not None:
@@ -335,11 +312,10 @@ def _said(ratio: float | None) -> str:
 
 
 def unseen(paths: Sequence[Path]) -> list[Row]:
-    """Return a row for each cell of a grid of which one row is auto itself: what it chose, and its time over the others'.
+    """Return a row for each cell of grids with auto as a row: what it chose, and its time as a ratio to the others'.
 
-    Args:
-        paths: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders; of rows that several have,
-            the first result's count.
+    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders; of a row that several
+    have, the first one counts.
     """
     cells: dict[Key, dict[str, tuple[Path, Mapping[str, Any]]]] = {}
     for path in paths:
@@ -372,7 +348,7 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
 
 
 def unseen_rules(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for auto and for each method that is always taken, with the median and the worst of their ratios to the best.
+    """Return a row for auto and for each method if it is always taken: median and worst ratio to the best.
 
     `rows`: result of `unseen`.
     """
@@ -385,14 +361,10 @@ def unseen_rules(rows: Sequence[Row]) -> list[Row]:
 
 
 def by_fleet(name: str, rows: Sequence[Row]) -> Row:
-    """Return auto's time over that of FedBuff's defaults, as a geometric mean over fleets, each by the mean over its tasks.
+    """Compare auto with FedBuff's defaults: a geometric mean over fleets, each with the mean over its tasks.
 
-    The ranks are over all runs, compared within each cell, where one that did not reach the target is later than all others.
-
-    Args:
-        name: name of these fleets.
-        rows: rows of cells, with the fleet, each run's seconds, and the ratio of medians over the defaults'; that is
-            null or missing where a median run did not reach the target.
+    The rank test is over all runs, compared within each cell; one that did not reach the target is later than all
+    others. `rows`: rows of cells; a ratio is missing or null where a median run did not reach the target.
     """
     test = rank_test([(row["seconds"]["auto"], row["seconds"][_defaults(row)]) for row in rows])
     assert test is not None, f"no cell of the fleets {name} has runs of auto and of FedBuff's defaults"
@@ -413,29 +385,24 @@ def by_fleet(name: str, rows: Sequence[Row]) -> Row:
 
 
 def _defaults(row: Row) -> str:
-    """Return the label of FedBuff with its defaults among a cell's rows."""
+    """Find the label of FedBuff with default settings among a cell's rows."""
     return next(label for label in row["seconds"] if label in ALL_DEFAULTS)
 
 
 def all_fleets(rows: Sequence[Row], left: Sequence[Row]) -> list[Row]:
-    """Return rows of `by_fleet` for the fleets that the table does not know, those that were left out of it, and all of them.
-
-    Args:
-        rows: result of `unseen`.
-        left: rows of the cells that were left out, of `benchmarks/results/auto.json`.
-    """
+    """Return rows of `by_fleet` for fleets that the table does not know, for those left out of it, and for all of them."""
     known = [{**row, "over_fedbuff-defaults": row["over_fedbuff-10"]} for row in left]
     groups = {"unknown to the table": rows, "left out of it in turn": known, "all of them": [*rows, *known]}
     return [by_fleet(name, group) for name, group in groups.items()]
 
 
 def _short(row: Row) -> Row:
-    """Return a row as it is printed: without its runs and the methods that are always taken."""
+    """Return a row for printing, without its runs and the methods that are always taken."""
     return {name: value for name, value in row.items() if name != "seconds" and not name.startswith("always")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the table and its error, or with ``--check`` only print them."""
+    """Write the table and its error; with ``--check`` only print them."""
     parser = ArgumentParser(prog="python -m benchmarks.choices")
     parser.add_argument("grid", type=Path, nargs="?", default=GRID, help="result of the grid")
     parser.add_argument(
@@ -474,7 +441,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     TABLE.write_text(json.dumps({**made, **found.to_json()}, indent=1) + "\n")
     parts = [{"part": "cell", **row} for row in rows] + [{"part": "rule", **row} for row in rules(shown)]
     parts += [{"part": "rate", **row} for row in rates]
-    made_of = {**report(parts, grid=grid["name"], summary=shown), "date": grid["date"]}  # when its runs were made
+    # date of the runs, not of today
+    made_of = {**report(parts, grid=grid["name"], summary=shown), "date": grid["date"]}
     RESULT.write_text(json.dumps(made_of, indent=2) + "\n")
 
 

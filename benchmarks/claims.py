@@ -37,18 +37,18 @@ _KINDS = ("higher", "sooner", "level")
 
 @dataclass(frozen=True)
 class Decided:
-    """A claim with what its runs measured, and the verdict."""
+    """A claim of a paper with what its runs have measured, and the verdict."""
 
     claim: Mapping[str, Any]
     verdict: str
     measured: Interval | None = None  # difference, or logarithm of a ratio of times; None = not run
-    p: float | None = None  # corrected p-value of a direction
-    bounded: bool = False  # whether a run did not reach the target, so that the difference is a bound
-    why: str = ""  # reason why there is no run
+    p: float | None = None  # corrected p-value of the difference
+    bounded: bool = False  # whether the difference is a bound, since a run did not reach the target
+    why: str = ""  # why there is no run
 
 
 def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Interval | None, bool]:
-    """Return the interval of a claim's difference over seeds, and whether it is a bound since a target was not reached."""
+    """Return the interval of a claim's difference over seeds, and whether it is only a bound: some run missed the target."""
     kind = next(kind for kind in _KINDS if kind in claim)
     rows = {row["row"]: [run for run in row["runs"] if "error" not in run] for row in result["rows"]}
     ours, theirs = (rows[label] for label in claim[kind])
@@ -65,13 +65,10 @@ def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Inter
 
 
 def verdict_of(claim: Mapping[str, Any], found: Interval | None, p: float | None, bounded: bool) -> str:
-    """Return the verdict that an interval carries.
+    """Derive the verdict on a claim from the interval of its difference.
 
-    Args:
-        claim: entry of claims.yaml.
-        found: interval of the difference in the claim's direction; None = no seed has both.
-        p: corrected p-value of the difference; None = one seed, or the claim is one of no difference.
-        bounded: whether the difference is at least as large as measured.
+    `found`: interval in the claim's direction; None = no seed has both rows. `p`: corrected p-value; None = one seed,
+    or the claim says that there is no difference. `bounded`: whether the difference is at least as large as measured.
     """
     if found is None or found.half is None:
         return "not shown"
@@ -154,7 +151,7 @@ def table(found: Sequence[Decided], of: Paper) -> str:
 
 
 def reasons(found: Sequence[Decided]) -> str:
-    """Return why claims come out the other way, a paragraph for each reason of claims-why.yaml; "" = none does."""
+    """Return the reasons why claims are contradicted, one paragraph for each in claims-why.yaml; "" = no claim is."""
     known = yaml.safe_load(WHY.read_text(encoding="utf-8"))
     by_reason: dict[str, list[str]] = {}
     for one in found:
@@ -168,9 +165,9 @@ def reasons(found: Sequence[Decided]) -> str:
 
 
 def _by_merges(figure: Mapping[str, Any]) -> str:
-    """Format how many merges row A takes to a target as a multiple of B's, or A's metric less B's after so many merges.
+    """Compare rows A and B by merges: the ratio of their merges to a target, or the difference of A's and B's metric after some.
 
-    It is for results in which each merge was measured.
+    Only for results in which each merge was evaluated.
     """
     result = json.loads((RESULTS / f"{figure['result']}.json").read_text(encoding="utf-8"))
     rows = {row["row"]: row["runs"] for row in result["rows"]}
@@ -190,7 +187,7 @@ def _by_merges(figure: Mapping[str, Any]) -> str:
 
 
 def summary(name: str, found: Sequence[Decided]) -> str:
-    """Return how many claims of a paper have which verdict, as a sentence."""
+    """Say in a sentence how many claims of a paper have which verdict."""
     counts = Counter(one.verdict for one in found)
     words = [f"{counts[verdict]} {'is' if counts[verdict] == 1 else 'are'} {verdict}" for verdict in VERDICTS]
     parts = [text for text, verdict in zip(words, VERDICTS, strict=True) if counts[verdict]]
@@ -199,7 +196,7 @@ def summary(name: str, found: Sequence[Decided]) -> str:
 
 
 def old_rules(found: Sequence[Decided]) -> list[str]:
-    """Return the names of results that ran by earlier rules of times and bits."""
+    """List the results that ran by earlier rules of times and bits."""
     names = sorted({one.claim["result"] for one in found if "result" in one.claim})
     loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     return [name for name, result in loaded.items() if recorded_revision(result) < CURRENT]
@@ -213,7 +210,7 @@ def all_decided() -> dict[str, tuple[Paper, list[Decided]]]:
 
 
 def pages() -> dict[Path, str]:
-    """Return docs/claims.md and README.md, as the results have them."""
+    """Return docs/claims.md and README.md as the committed results imply them."""
     every = all_decided()
     sentences = "\n".join(f"- {summary(name, found)}" for name, (_, found) in every.items())
     readme = _SUMMARY.sub(lambda found: f"{found[1]}{sentences} {found[2]}", README.read_text(encoding="utf-8"))
@@ -260,7 +257,7 @@ interval has no width.
 
 
 def main() -> int:
-    """Write the page and the README's sentences; with --check only name what differs, and return 1 if anything does."""
+    """Write docs/claims.md and the README's sentences; with --check only name what differs, and return 1 if anything does."""
     stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text}
     for path, text in stale.items():
         print(f"{path.relative_to(ROOT)}: {'differs from its results' if '--check' in sys.argv else 'written'}")

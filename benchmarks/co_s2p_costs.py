@@ -24,7 +24,8 @@ from raafl.submodel import FlatTensors
 
 TASKS = 96
 RATES = "--algorithm.rates={type-1: 0.0625, type-3: 0.5625, type-4: 0.5625}"
-CUT = "--algorithm.rates={type-1: 0.25, type-3: 0.75, type-4: 0.75}"  # square roots: both sides of a weight are cut
+# square roots of the rates, since both sides of a weight are cut
+CUT = "--algorithm.rates={type-1: 0.25, type-3: 0.75, type-4: 0.75}"
 METHODS = {
     "FedRolex": ["--algorithm", "fed_rolex", RATES],
     "FedRolex, residual width cut": ["--algorithm", "fed_rolex", CUT, "--submodels.residual_width", "true"],
@@ -34,7 +35,7 @@ METHODS = {
 
 
 class Recording(Untrained):
-    """Executor of a dry run that records each task."""
+    """Executor of a dry run that records each task in place of training it."""
 
     tasks: list[Assignment]
 

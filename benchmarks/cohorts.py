@@ -82,13 +82,13 @@ def bert(lora: LoRA | None = None) -> LightningModule:
 
 
 def texts(num: int) -> tuple[Tensor, ...]:
-    """Draw tokens, all of them there, and classes."""
+    """Draw tokens without padding, and classes."""
     tokens = torch.randint(1, VOCABULARY, (num, TEXT))
     return tokens, torch.ones_like(tokens), torch.randint(0, 10, (num,))
 
 
 def characters(num: int) -> tuple[Tensor, ...]:
-    """Draw characters, and what comes after each."""
+    """Draw characters, with the next character of each as its label."""
     drawn = torch.randint(0, 65, (num, CHARACTERS + 1))
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
@@ -99,13 +99,9 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def workload(name: str, make: Callable[[], LightningModule], *shape: int, **more: Any) -> Workload:
-    """Return a workload of 200 clients, a hundred of which are at work; five steps on batches of ten.
+    """Return a workload of 200 clients, 100 of them at work, with tasks of five steps on batches of ten.
 
-    Args:
-        name: name of the row.
-        make: returns the model.
-        shape: shape of a sample.
-        more: fields of `Workload` that differ.
+    `shape`: shape of a sample. `more`: fields of `Workload` that differ.
     """
     plain: dict[str, Any] = {
         "clients": 200,
@@ -163,7 +159,7 @@ WHERE: Row = {"device": "cpu", "processes": 1}
 
 
 def task_rows(work: Workload) -> list[Row]:
-    """Measure cohorts of one model against the loop."""
+    """Measure batches of clients of several sizes on one model, beside training one by one."""
     torch.manual_seed(0)
     sizes = SIZES[:2] if work in SLOW else SIZES
     most = max(sizes)
@@ -201,8 +197,8 @@ def task_rows(work: Workload) -> list[Row]:
         for size in sizes:
             before = forget_peak()
             found[size] = cohort_s(size)
-            grown[size] = max(status_bytes("VmHWM") - before, 0)  # the kernel counts pages in batches
-        if repeat:  # the first of each warms up
+            grown[size] = max(status_bytes("VmHWM") - before, 0)  # the kernel updates its count of pages in batches
+        if repeat:  # the first repeat is the warm-up
             least = {size: min(seconds, least.get(size, seconds)) for size, seconds in found.items()}
     return [
         {
@@ -232,17 +228,9 @@ def _equal(trainer: LocalTrainer, together: CohortTrainer, tasks: list[Member]) 
 def run(
     work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: Any, folder: Path, device: str = "cpu"
 ) -> tuple[float, Any]:
-    """Run a whole simulation; return the seconds of it, and its summary with ``peak_bytes`` beyond those before.
+    """Run a whole simulation; return its seconds, and its summary with ``peak_bytes`` beyond the memory before.
 
-    Seconds are CPU seconds of the thread that trains; on a GPU, which works beside it, they are seconds of the clock.
-
-    Args:
-        work: the workload.
-        data: data of all clients.
-        algorithm: algorithm of the run.
-        batch_clients: as in the config.
-        folder: folder of the run.
-        device: device of the model and of the clients.
+    Seconds are CPU seconds of the training thread or, with a GPU, of the wall clock. `batch_clients`: as in the config.
     """
     experiment = Experiment(
         model=work.model,
@@ -265,7 +253,7 @@ def run(
 
 
 class _Stopwatch(RunHooks):
-    """Seconds of a clock from the first event of a run to the last: what is built before is the same for all."""
+    """Observer that measures from a run's first event to its last, without the set-up that all runs share."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -273,14 +261,14 @@ class _Stopwatch(RunHooks):
         self.seconds = 0.0
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Look at the clock."""
+        """Read the clock at this event."""
         at = self._clock()
         self._begun = at if self._begun is None else self._begun
         self.seconds = at - self._begun
 
 
 def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
-    """Measure whole runs of each algorithm, client by client and as auto has it."""
+    """Measure whole runs of each algorithm, one client at a time and with ``batch_clients: auto``."""
     data = RandomData(work)
     bare, ways = Bare(work, data), (1, "auto")
     least: dict[Any, float] = {}
@@ -327,12 +315,9 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
 
 
 def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
-    """Measure whole runs of three models on a device: client by client, as one batch, and as a fast one, each after a warm-up.
+    """Measure whole runs of three models on a device: one by one, as batches, and as fast batches, each after a warm-up.
 
-    Args:
-        device: device of the model and of the clients.
-        folder: folder of the runs.
-        short: a few tasks of one model alone, which show that it works.
+    `short`: only a few tasks of one model, to show that they work.
     """
     rows = []
     for work in (replace(SMALL, clients=8, cohort=4, rounds=1),) if short else (WIDE, CONVOLUTIONS, VIT):
@@ -357,7 +342,7 @@ def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
 
 
 def algorithms(cohort: int) -> dict[str, Algorithm]:
-    """Return the algorithms measured, with so many clients at work."""
+    """Return the algorithms to measure, with ``cohort`` clients at work."""
     return {
         "fed_avg": fed_avg(cohort=cohort),
         "fed_async": fed_async(cohort=cohort),
@@ -368,14 +353,14 @@ def algorithms(cohort: int) -> dict[str, Algorithm]:
 
 
 def small() -> list[Row]:
-    """Measure whole runs of the smallest model alone, for `benchmarks.against`."""
+    """Measure whole runs of the smallest model only, for `benchmarks.against`."""
     torch.set_num_threads(1)
     keep_freed()
     return run_rows(SMALL, algorithms(SMALL.cohort))
 
 
 def measured(place: int) -> list[Row]:
-    """Measure cohorts of one model, or, counted on from there, the whole runs of one workload."""
+    """Measure batches of model number ``place`` or, for numbers beyond the models, whole runs of one workload."""
     if place < len(TASKS):
         return task_rows(TASKS[place])
     work, names = list(RUNS.items())[place - len(TASKS)]
@@ -384,7 +369,7 @@ def measured(place: int) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Measure cohorts of every model, then whole runs, each in a process whose memory nothing else has grown."""
+    """Measure batches of every model, then whole runs, each in a fresh process with its own memory."""
     torch.set_num_threads(1)
     keep_freed()
     with mp.get_context("fork").Pool(1, maxtasksperchild=1) as pool:

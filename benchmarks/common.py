@@ -26,7 +26,7 @@ _NVIDIA_SMI = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=
 
 
 def hardware() -> dict[str, Any]:
-    """Return the CPU model, cores this process may use, RAM in bytes, and the names of the GPUs."""
+    """Describe this machine: CPU model, usable cores, RAM in bytes, and names of the GPUs."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,7 +39,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that a figure may depend on; None for what is not installed."""
+    """Return the versions on which figures may depend; None for a package that is not installed."""
     import raafl
 
     found: dict[str, str | None] = {"python": platform.python_version(), "raafl": raafl.__version__}
@@ -58,7 +58,7 @@ def report(rows: Sequence[Row], **more: Any) -> dict[str, Any]:
 
 
 def paper_file(name: str) -> tuple[str, str | None]:
-    """Return the comparison file of a result, from the root, and its variant where the name is FILE-VARIANT."""
+    """Find the comparison file of a result, and its variant if the result is named FILE-VARIANT."""
     folder, words = "configs/papers", name.split("-")
     for place in range(len(words), 0, -1):
         file = f"{folder}/{'-'.join(words[:place])}.yaml"
@@ -68,7 +68,7 @@ def paper_file(name: str) -> tuple[str, str | None]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows as aligned text columns, numbers to four significant digits."""
+    """Format rows as text in aligned columns, with numbers to four significant digits."""
     if not rows:
         return "(no rows)"
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -78,13 +78,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def in_process(name: str, arguments: list[str], threads: int) -> Any:
-    """Run a part of a benchmark in a process of its own, and return the JSON that it printed last.
-
-    Args:
-        name: name of the benchmark.
-        arguments: arguments of its command line.
-        threads: that torch may use.
-    """
+    """Run a part of a benchmark in a process of its own with ``threads`` threads; return the JSON in its last line."""
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--threads", str(threads)],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -99,9 +93,9 @@ def in_process(name: str, arguments: list[str], threads: int) -> Any:
 
 @contextmanager
 def gpu_busy(*command: str) -> Iterator[list[tuple[float, float]]]:
-    """Look each 0.2 s how much of the time the first GPU runs a kernel; yield the moments (`time.monotonic`) with the per cent.
+    """Sample the share of time in which the first GPU is busy; yield pairs (`time.monotonic`, per cent), one each 0.2 s.
 
-    Without nvidia-smi nothing is found.
+    Without nvidia-smi nothing is yielded.
     """
     seen: list[tuple[float, float]] = []
     try:
@@ -127,7 +121,7 @@ def gpu_busy(*command: str) -> Iterator[list[tuple[float, float]]]:
 
 
 def status_bytes(field: str) -> int:
-    """Return a figure of this process in bytes from the kernel: ``VmRSS``, resident memory now; ``VmHWM``, its peak."""
+    """Read a figure of this process from the kernel in bytes: ``VmRSS``, its resident memory, or ``VmHWM``, the peak of that."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -135,7 +129,7 @@ def status_bytes(field: str) -> int:
 
 
 def forget_peak() -> int:
-    """Forget the most memory that this process has held, and return what it holds now."""
+    """Reset the peak of this process's memory; return its present memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return status_bytes("VmRSS")
 
@@ -143,14 +137,10 @@ def forget_peak() -> int:
 def main(
     name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None, of: Path | None = None
 ) -> None:
-    """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it.
+    """Run a benchmark from the command line: ``--json`` prints only one object, ``--out FILE`` saves it.
 
-    Args:
-        name: name of the benchmark.
-        rows_fn: measures.
-        argv: arguments; None = those of the process.
-        of: a report whose measurements the rows are about, so that its hardware, date and versions are theirs; None = this
-            machine's.
+    `rows_fn`: measures. `of`: report to whose measurements the rows belong, so that they have its hardware, date and
+    versions; None = those of this machine.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

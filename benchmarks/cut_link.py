@@ -27,19 +27,16 @@ from benchmarks.wire import certify
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml")
 NUM_BYTES, MBIT_PER_S, EVERY_S = 758_000_000, 10.0, 60.0
 _HOST, _RESET = "127.0.0.1", struct.pack("ii", 1, 0)
-_UNIT_BYTES = 4 * (64 + 1 + 10)  # of a hidden unit of the model: 64 inputs, a bias, 10 outputs
+_UNIT_BYTES = 4 * (64 + 1 + 10)  # bytes of a hidden unit: weights of 64 inputs, a bias, weights of 10 outputs
 _TIMEOUT_S = 3600.0
 _BUSY_BYTES = 100_000
 
 
 class Relay:
-    """Pass connections on to a port, at a rate upwards, and break them all at intervals.
+    """Relay that forwards connections to a port at a limited rate upwards, and breaks them all at intervals.
 
-    Attributes:
-        port: on which it listens.
-        up_bytes: that have come from the callers.
-        down_bytes: that have come from the port.
-        num_cuts: connections broken while something was under way.
+    `up_bytes`, `down_bytes`: bytes received from the callers and from the port. `num_cuts`: cuts while data was in
+    transit.
     """
 
     def __init__(
@@ -50,19 +47,16 @@ class Relay:
         until_bytes: float = math.inf,
         down_bytes_per_s: float | None = None,
     ) -> None:
-        """Listen; entering the context begins.
+        """Listen on a port; entering the context starts the relay.
 
-        Args:
-            target: port of the server, on this machine.
-            bytes_per_s: rate from caller to server.
-            every_s: seconds between cuts; None = no cuts.
-            until_bytes: upwards, after which nothing is cut any more.
-            down_bytes_per_s: rate from server to caller; None = as fast as it comes.
+        `target`: port of the server on this machine. `bytes_per_s`: rate from caller to server. `every_s`: seconds
+        between cuts, None = never. `until_bytes`: bytes sent upwards after which nothing is cut. `down_bytes_per_s`:
+        rate from server to caller, None = unlimited.
         """
         self._until_bytes = until_bytes
         self._target, self._rate, self._down_rate, self._every_s = target, bytes_per_s, down_bytes_per_s, every_s
         self._listener = socket.create_server((_HOST, 0))
-        # The system doubles it. A router's queue is like that, and what lies there at a cut is lost.
+        # the system doubles this; like a router's queue, it loses its content at a cut
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
         self.port: int = self._listener.getsockname()[1]
         self.up_bytes = self.down_bytes = self.num_cuts = 0
@@ -98,7 +92,7 @@ class Relay:
     def _cut_again(self) -> None:
         before = 0
         while not self._stop.wait(self._every_s):
-            if before + _BUSY_BYTES < self.up_bytes < self._until_bytes:  # else nothing is under way
+            if before + _BUSY_BYTES < self.up_bytes < self._until_bytes:  # otherwise nothing is in transit
                 self.num_cuts += 1
                 self.cut()
             before = self.up_bytes
@@ -143,7 +137,7 @@ class Relay:
 
 
 def model(num_bytes: int) -> list[str]:
-    """Return options of a run whose only client does one task, with an update of about so many bytes."""
+    """Return options of a run whose only client does one task, with an update of about ``num_bytes``."""
     return [
         "--config",
         CONFIG,
@@ -161,12 +155,10 @@ def model(num_bytes: int) -> list[str]:
 
 
 def measure(num_bytes: int, mbit_per_s: float, every_s: float | None) -> Row:
-    """Run a task over a relay; return what it took.
+    """Run a task through a relay, and return its seconds and bytes.
 
-    Args:
-        num_bytes: length of the update, about.
-        mbit_per_s: rate upwards, in 10**6 bit/s.
-        every_s: seconds between cuts; None = none.
+    `num_bytes`: approximate size of the update. `mbit_per_s`: upward rate in 10**6 bit/s. `every_s`: seconds between
+    cuts; None = none.
     """
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder = Path(place)
@@ -180,7 +172,7 @@ def measure(num_bytes: int, mbit_per_s: float, every_s: float | None) -> Row:
         stack.callback(server.kill)
         client = stack.enter_context(_raafl("join", "--address", f"{_HOST}:{relay.port}", "--client=1", *certs))
         stack.callback(client.kill)
-        payload = num_bytes // _UNIT_BYTES * _UNIT_BYTES + 40  # the last layer's biases
+        payload = num_bytes // _UNIT_BYTES * _UNIT_BYTES + 40  # 40: biases of the last layer
         memory = _watch(server, relay)
         if server.wait(_TIMEOUT_S):
             raise RuntimeError(f"the server ended with {server.returncode}")
@@ -203,7 +195,7 @@ def _free_port() -> int:
 
 
 def _watch(server: subprocess.Popen[bytes], relay: Relay) -> Row:
-    """Watch the server until it ends; return its memory as the upload began, and the most during it."""
+    """Watch the server until it ends; return its memory when the upload began, and the most memory during the upload."""
     process, before, most = psutil.Process(server.pid), 0, 0
     while server.poll() is None:
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""An SVG, and the colours of raafl's pictures."""
+"""Build an SVG from text, rectangles, lines and arrows, in the colours of raafl's pictures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ WIDTH = 900.0
 
 
 class Picture:
-    """An SVG that grows; lengths in pixels, y downwards."""
+    """SVG under construction; lengths are in pixels, y points down."""
 
     def __init__(self, height: float, title: str) -> None:
-        """Begin with nothing but the title, which is what is read out."""
+        """Start an SVG with only its title, which screen readers read out."""
         self.height = height
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" font-family="system-ui, sans-serif" '
@@ -33,17 +33,7 @@ class Picture:
         fill: str = INK,
         bold: bool = False,
     ) -> None:
-        """Write one line of text.
-
-        Args:
-            x: horizontal position of the anchor, in pixels.
-            y: vertical position of the baseline, in pixels.
-            text: to write.
-            size: size of the font, in pixels.
-            anchor: start, middle or end.
-            fill: colour.
-            bold: whether the font is bold.
-        """
+        """Write one line of text; (x, y) is the anchor on the baseline, which is at the text's start, middle or end."""
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(text)}</text>'
@@ -52,48 +42,24 @@ class Picture:
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, *, radius: float = 2, more: str = ""
     ) -> None:
-        """Draw a filled rectangle.
-
-        Args:
-            x: horizontal position of the left side, in pixels.
-            y: vertical position of the top, in pixels.
-            width: width in pixels.
-            height: height in pixels.
-            fill: colour.
-            radius: radius of the corners, in pixels.
-            more: further attributes of the SVG element.
-        """
+        """Draw a filled rectangle with the top left corner at (x, y); ``more``: further attributes of the SVG element."""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="{fill}"{more}/>'
         )
 
     def line(self, points: Iterable[tuple[float, float]], stroke: str, *, width: float = 1, more: str = "") -> None:
-        """Draw a line through points.
-
-        Args:
-            points: x and y in pixels.
-            stroke: colour.
-            width: width in pixels.
-            more: further attributes of the SVG element.
-        """
+        """Draw a line through points; ``more``: further attributes of the SVG element."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.parts.append(
             f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width:g}" stroke-linejoin="round"{more}/>'
         )
 
     def arrow(self, x: float, from_y: float, to_y: float, stroke: str) -> None:
-        """Draw an upright arrow.
-
-        Args:
-            x: horizontal position, in pixels.
-            from_y: vertical position of the start, in pixels.
-            to_y: vertical position of the tip, in pixels.
-            stroke: colour.
-        """
+        """Draw a vertical arrow at ``x`` from ``from_y`` to its tip at ``to_y``."""
         back = 9.0 if to_y < from_y else -9.0
         self.line([(x, from_y), (x, to_y + back)], stroke, width=2)
         self.parts.append(f'<path d="M{x:g} {to_y:g}l-5.5 {back:g}h11z" fill="{stroke}"/>')
 
     def svg(self) -> str:
-        """Return the whole file's text."""
+        """Return the text of the SVG file."""
         return "\n".join([*self.parts, "</svg>"]) + "\n"

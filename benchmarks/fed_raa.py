@@ -91,7 +91,7 @@ class Setting:
 
 
 def experiment_of(setting: Setting, config: Path = CONFIG) -> Any:
-    """Return the experiment that ``setting`` asks for."""
+    """Build the experiment of a setting."""
     from raafl.config.parse import load_experiment
 
     options = ["--algorithm", setting.algorithm, "--seed", str(setting.seed), "--progress", "quiet"]
@@ -109,7 +109,7 @@ def experiment_of(setting: Setting, config: Path = CONFIG) -> Any:
 
 
 def run(setting: Setting, config: Path = CONFIG) -> Row:
-    """Simulate ``setting`` in this process and return its row, without the ratio."""
+    """Simulate a setting in this process; return its row, still without the ratio."""
     from raafl import simulate
 
     experiment = experiment_of(setting, config)
@@ -151,13 +151,7 @@ def read_metrics(path: Path) -> list[tuple[int, float, dict[str, float]]]:
 
 
 def run_all(settings: Sequence[Setting], jobs: int = 1, config: Path = CONFIG) -> list[Row]:
-    """Run every setting, and report each result on standard error.
-
-    Args:
-        settings: settings of the runs.
-        jobs: runs at a time.
-        config: that all share.
-    """
+    """Run all settings, ``jobs`` at a time, and report each result on standard error."""
     rows: list[Row] = []
     with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn")) as pool:
         for row in pool.map(run, settings, itertools.repeat(config)):
@@ -195,18 +189,12 @@ LASTING_S = {"fed_raa": 40.0, "fed_avg": 300.0, "fed_async": 120.0}
 
 
 def comparison(seeds: Sequence[int] = SEEDS, beta: float = 0.3, options: tuple[str, ...] = ()) -> list[Setting]:
-    """Return the three methods with their defaults.
-
-    Args:
-        seeds: a run for each.
-        beta: beta of the partition.
-        options: further options of the command line.
-    """
+    """List the settings of the three methods with their defaults, for each seed; ``options``: further command-line options."""
     return [Setting("comparison", name, seed=s, beta=beta, options=options) for name in METHODS for s in seeds]
 
 
 def full(seeds: Sequence[int] = SEEDS) -> list[Setting]:
-    """Return the comparison with beta 0.9, the rows of Table 3, other fragments and other learning rates."""
+    """List the comparison with beta 0.9, the rows of Table 3, other numbers of fragments, and other learning rates."""
     settings = [*comparison(seeds), *comparison(seeds, beta=0.9)]
     for beta, (part, arguments), seed in itertools.product((0.3, 0.9), ABLATIONS, seeds):
         settings.append(Setting(part, "fed_raa", arguments, seed, beta))
@@ -219,7 +207,7 @@ def full(seeds: Sequence[int] = SEEDS) -> list[Setting]:
 
 
 def grid() -> dict[str, list[Arguments]]:
-    """Return the combinations tried for each method that has something to tune: 36 each."""
+    """List the combinations that are tried for each method with settings to tune: 36 each."""
     shared = [
         (("staleness", kind), ("prox", prox))
         for kind, prox in itertools.product(("constant", "polynomial", "hinge"), (0.0, 0.1))
@@ -236,15 +224,10 @@ def grid() -> dict[str, list[Arguments]]:
 
 
 def search(jobs: int = 1, seeds: Sequence[int] = SEARCH_SEEDS, config: Path = CONFIG) -> list[Row]:
-    """Try the grid; best mean time first.
+    """Search the grid; return its combinations, best mean time first.
 
-    With the first seed: the plain combinations (constant staleness, no prox), then all others, each given up once it is
-    a quarter slower than its method's best plain one. Then each method's best six with the other seeds.
-
-    Args:
-        jobs: runs at a time.
-        seeds: seeds of the search; the first is that of the whole grid.
-        config: that all share.
+    With the first seed: first the plain combinations (constant staleness, no prox), then all others, each given up once
+    it is a quarter slower than its method's best plain one. Then the best six of each method run with the other seeds.
     """
     tried = {
         name: [Setting("search", name, combination, seeds[0], limit_s=SEARCH_LIMIT_S) for combination in combinations]
@@ -266,7 +249,7 @@ def search(jobs: int = 1, seeds: Sequence[int] = SEARCH_SEEDS, config: Path = CO
 
 
 def defaults(seeds: Sequence[int] = SEARCH_SEEDS[:1], tasks: Iterable[str] = TASKS) -> list[Setting]:
-    """Return each way of mixing on each task: clients with unequal data, 300 updates, whether a target is reached or not."""
+    """Run each way of mixing on each task for 300 updates, with unequal data, whether or not the target is reached."""
     return [
         Setting(task, "fed_raa", mix, seed, through=True, options=tuple(shlex.split(f"{TASKS[task]} {UNEQUAL}")))
         for seed, task, mix in itertools.product(seeds, tasks, MIXES)
@@ -274,7 +257,7 @@ def defaults(seeds: Sequence[int] = SEARCH_SEEDS[:1], tasks: Iterable[str] = TAS
 
 
 def _summary(found: dict[Setting, Row]) -> list[Row]:
-    """Return one row for each combination: its times by seed and their mean, the most seeds and the best mean first."""
+    """Return one row for each combination: times by seed and their mean, sorted by number of seeds, then by mean."""
     groups: dict[tuple[str, Arguments], list[Row]] = {}
     for setting, row in found.items():
         groups.setdefault((setting.algorithm, setting.arguments), []).append(row)
@@ -289,14 +272,14 @@ def _summary(found: dict[Setting, Row]) -> list[Row]:
 
 
 def _rank(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return mean time and, finer, mean number of versions; a run that did not get there counts as twice the limit."""
+    """Return a sort key: mean time, then mean number of versions; a run that missed the target counts as twice the limit."""
     times = [row["time_s"] if row["time_s"] is not None else 2 * SEARCH_LIMIT_S for row in rows]
     versions = [row["versions"] if row["versions"] is not None else 10_000 for row in rows]
     return sum(times) / len(rows), sum(versions) / len(rows)
 
 
 def cli(argv: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--full", action="store_true")

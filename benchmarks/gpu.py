@@ -31,13 +31,13 @@ from pathlib import Path
 from benchmarks.common import Row, report, table
 from benchmarks.gpu_steps import ROOT, STEPS, Cases, Where, run
 
-TOTAL_S = 570.0  # of the ten minutes, some are for starting and ending
+TOTAL_S = 570.0  # the rest of ten minutes is for starting and ending
 GRACE_S = 5.0
 ENDED = ("ok", "missed")
 """Outcomes of steps that are not run again."""
 AGAIN = "failed: a process must run the rows that are left"
 """Outcome of a step's process after an error that may have left its GPU context of no use."""
-BESIDE = 4  # steps at once, of those that measure no time
+BESIDE = 4  # steps at the same time, among those that measure no time
 WHEELS = {
     "torch": "torch",
     "lightning": "lightning",
@@ -60,13 +60,10 @@ TWO_NODES = "HEAD=ADDRESS NODES=2 RANKS_PER_NODE=9 launch/multi-node.sh CONFIG -
 
 
 def begin(name: str, device: str, limit_s: float, rows: Path | None = None) -> Row:
-    """Run a step in a process of its own and return its record; where the process dies in a row, another runs those that are left.
+    """Run a step in a process of its own and return its record; if the process dies in a row, another process runs the rest.
 
-    Args:
-        name: name of the step.
-        device: on which it runs.
-        limit_s: seconds after which it is ended.
-        rows: file of the rows that the step has written, and goes on with; None = it writes none.
+    `limit_s`: seconds after which the step is ended. `rows`: file of rows that the step has written and continues; None
+    = it writes none.
     """
     began = time.monotonic()
     while True:
@@ -80,7 +77,7 @@ def begin(name: str, device: str, limit_s: float, rows: Path | None = None) -> R
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Return the rows that a step has written, without those that have only begun."""
+    """Read the finished rows of a step, without those that have only begun."""
     if not path.is_file():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -88,7 +85,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def _mark_dead(path: Path, outcome: str) -> bool:
-    """Write an error for the row that had begun when a process died; return whether there was one."""
+    """Write an error for the row that was in progress when a process died; return whether there was one."""
     if not path.is_file():
         return False
     last = json.loads(path.read_text().splitlines()[-1])
@@ -120,7 +117,7 @@ def _attempt(name: str, device: str, limit_s: float, rows: Path | None) -> Row:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a step with all that it has started; what has a group of its own, such as torchrun's ranks, hears of it by SIGTERM."""
+    """End a step with all processes that it started; those with their own group, such as torchrun's ranks, get SIGTERM first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -129,12 +126,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def within(name: str, device: str, written: Path | None = None) -> Row:
-    """Run a step in this process and return its record; nothing that goes wrong in it leaves it.
+    """Run a step in this process and return its record; any error becomes part of the record.
 
-    Args:
-        name: name of the step.
-        device: on which it runs.
-        written: file of its rows, of which those without an error are not run again; None = it writes none.
+    `written`: file of its rows, of which those without an error are not run again; None = it writes none.
     """
     with tempfile.TemporaryDirectory(prefix="raafl-gpu-") as folder:
         try:
@@ -154,11 +148,11 @@ def within(name: str, device: str, written: Path | None = None) -> Row:
 
 
 class Broken(Exception):
-    """A row has failed in the GPU, whose context may be of no use for the rows after it."""
+    """Raised when a row has failed on the GPU, whose context may be unusable for the following rows."""
 
 
 def _cases(cases: Cases, written: Path | None) -> list[Row]:
-    """Run the rows of a step, but for those that are written; one that fails is a row with its error."""
+    """Run those rows of a step that are not written yet; a row that fails is written with its error."""
     known = {row["row"]: row for row in ([] if written is None else rows_of(written))}
     for name, case in cases.items():
         if name in known:
@@ -182,14 +176,10 @@ def _cases(cases: Cases, written: Path | None) -> list[Row]:
 def accept(
     out: Path, names: Sequence[str], num_gpus: int, known: Mapping[str, Row] | None = None, total_s: float = TOTAL_S
 ) -> int:
-    """Run steps, on the first GPU or in a dry run, write the report after each, and return the exit code.
+    """Run steps on the first GPU or in a dry run, write the report after each, and return the exit code.
 
-    Args:
-        out: folder of the report.
-        names: names of the steps.
-        num_gpus: number of GPUs of this machine; 0 = a dry run.
-        known: steps of an earlier report, of which what has ended is not run again; None = none.
-        total_s: seconds for all steps.
+    `out`: folder of the report. `num_gpus`: GPUs of this machine; 0 = a dry run. `known`: steps of an earlier report,
+    of which finished ones are not run again. `total_s`: seconds for all steps.
     """
     out.mkdir(parents=True, exist_ok=True)
     stop_s, records, head = time.monotonic() + total_s, dict[str, Row](), _head(num_gpus)
@@ -199,7 +189,8 @@ def accept(
 
     timed = [name for name in names if STEPS[name].timed]
     with ThreadPoolExecutor(BESIDE) as pool:
-        at_once = pool.map if num_gpus else map  # a dry run is in this thread, which alone takes signals
+        # a dry run stays in this thread, since only the main thread gets signals
+        at_once = pool.map if num_gpus else map
         untimed = at_once(take, [name for name in names if name not in timed])
         for name, record in itertools.chain(untimed, map(take, timed)):
             what = (STEPS[name].run.__doc__ or "").strip()
@@ -215,7 +206,7 @@ def accept(
 
 
 def _record(name: str, num_gpus: int, known: Mapping[str, Row], stop_s: float, out: Path) -> Row:
-    """Run a step, where its machine and the time that is left allow it, or take what is known of it."""
+    """Run a step if this machine and the remaining time allow it, or return its record from an earlier report."""
     step, left_s, written = STEPS[name], stop_s - time.monotonic(), out / f"{name}.rows"
     before = known.get(name, {"outcome": "", "rows": []})
     if before["outcome"] in ENDED:
@@ -234,7 +225,7 @@ def _record(name: str, num_gpus: int, known: Mapping[str, Row], stop_s: float, o
 
 
 def _head(num_gpus: int) -> Row:
-    """Describe hardware and versions; a process of its own asks a GPU, so that this one holds nothing of it."""
+    """Describe hardware and versions; a separate process asks the GPU, so that this one does not use it."""
     if not num_gpus:
         return report([])
     try:
@@ -245,13 +236,13 @@ def _head(num_gpus: int) -> Row:
 
 
 def known_of(path: Path) -> dict[str, Row]:
-    """Read what a report of a run on a GPU knows of its steps: those that came to an end, and the rows of others."""
+    """Read from a GPU report the finished steps, and the finished rows of the others."""
     told = json.loads(path.read_text()) if path.is_file() else {"rows": []}
     return {} if told.get("dry") else {row["step"]: row for row in told["rows"]}
 
 
 def missing_wheels() -> str:
-    """Say in a line what is not installed here, and how it is brought to a machine without network."""
+    """Return a line that says which packages are missing, and how to install them on a machine without network."""
     names = " ".join(
         dict.fromkeys(f"'{wheel}'" for module, wheel in WHEELS.items() if importlib.util.find_spec(module) is None)
     )
@@ -266,7 +257,7 @@ def missing_wheels() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the options, say what is missing, and run."""
+    """Parse the options, report what is missing, and run the steps."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of report.json")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
@@ -283,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     if options.step:
         told = os.dup(1)
-        os.dup2(2, 1)  # what a step's own processes print is no part of its record
+        os.dup2(2, 1)  # output of a step's own processes goes to standard error, since standard output is the record
         record = within(options.step, options.device, options.rows)
         with os.fdopen(told, "w") as out:
             print(json.dumps(record, default=str), file=out)

@@ -21,18 +21,11 @@ WAITS = ROOT / "benchmarks" / "results" / "captured.json"
 
 @dataclass(frozen=True)
 class Aim:
-    """An aim, and the row that shows it.
+    """An aim, and the row of `make gpu` that shows whether it is met.
 
-    Attributes:
-        what: the figure, in words.
-        figure: what the first run measured, in words.
-        aim: its value.
-        step: step of `make gpu`.
-        row: name of the row.
-        field: field of the row.
-        before: step, names of fields with their values, and field of the first run's figure.
-        bare: name of the row of the bare loop, whose same field it is compared with; "" = none.
-        is_most: whether less is better.
+    `what`: the figure in words. `figure`: what the first run measured. `aim`: value to reach. `step`, `row`, `field`:
+    where the figure is in the report. `before`: step, fields with their values, and field of the first run's figure.
+    `bare`: row of the bare loop to compare with, "" = none. `is_most`: whether the figure must be at most the aim.
     """
 
     what: str

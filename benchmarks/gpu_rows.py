@@ -44,15 +44,11 @@ WAYS: dict[str, tuple[str, Any]] = {
 
 
 class Window(RunHooks):
-    """Counts tasks by the clock after the first ones, then profiles some, then stops the run.
+    """Observer that counts tasks in a time window after a warm-up, then profiles some, then stops the run.
 
-    Attributes:
-        num_tasks: tasks within the time that counts.
-        num_steps: steps of them.
-        begun_s: when that time began, by `time.monotonic`; 0 = not yet.
-        ended_s: when its last task ended.
-        kernels_s: seconds of kernels for a task; None = not profiled.
-        problem: why they are not; "" = they are.
+    `num_tasks`, `num_steps`: tasks in the window, and their steps. `begun_s`, `ended_s`: start of the window and end of
+    its last task, by `time.monotonic`; 0 = not yet. `kernels_s`: seconds of kernels for a task; None = not profiled,
+    because of `problem`.
     """
 
     def __init__(self, skip: int, least_s: float, profiled_s: float) -> None:
@@ -65,7 +61,7 @@ class Window(RunHooks):
         self.problem = ""
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Count a task, or go on to what follows."""
+        """Count a task, or move on to the next phase."""
         at = time.monotonic()
         if self._skip:
             self._skip -= 1
@@ -82,17 +78,17 @@ class Window(RunHooks):
                 self._begin_profile()
 
     def stop_asked(self) -> str | None:
-        """Return that all is measured, once it is."""
+        """Return a reason to stop once everything is measured."""
         return self._stop
 
     @property
     def tasks_per_s(self) -> float:
-        """Tasks of a second."""
+        """Tasks per second."""
         return self.num_tasks / max(self.ended_s - self.begun_s, 1e-9)
 
     @property
     def steps_per_s(self) -> float:
-        """Steps of a second."""
+        """Steps per second."""
         return self.num_steps / max(self.ended_s - self.begun_s, 1e-9)
 
     def _begin_profile(self) -> None:
@@ -100,7 +96,7 @@ class Window(RunHooks):
         self._profile = torch.profiler.profile(activities=[kind.CUDA if torch.cuda.is_available() else kind.CPU])
         try:
             self._profile.start()
-        except Exception as error:  # no profiler here: what is measured stays
+        except Exception as error:  # without a profiler the other figures still count
             self._stop, self._profile, self.problem = "measured", None, f"no kernels' seconds: {error}"
 
     def _end_profile(self) -> None:
@@ -125,18 +121,11 @@ def measured(
     devices: Sequence[Device] = (),
     skip: int | None = None,
 ) -> Row:
-    """Run a simulation until its measurement is there, and return its row.
+    """Run a simulation until its window is measured, and return the row.
 
-    Args:
-        work: clients, data and model.
-        way: a key of `WAYS`.
-        device: of the server's model and of the clients.
-        folder: of the run.
-        dry: whether to train a few tasks alone, which shows that it works.
-        precision: value of ``fabric.precision``.
-        algorithm: of the run; None = `fed_async` with all clients at work.
-        devices: of the clients; none = all alike.
-        skip: tasks that warm up; None = of up to 200 clients one each, and ten.
+    `way`: a key of `WAYS`. `dry`: train only a few tasks, to show that they work. `algorithm`: None = `fed_async` with
+    all clients at work. `devices`: None = all alike. `skip`: tasks of the warm-up; None = one for each of up to 200
+    clients, and ten.
     """
     capture, batch_clients = WAYS[way]
     skip = min(work.clients, 200) + 10 if skip is None else skip
@@ -177,7 +166,7 @@ def measured(
 
 @lru_cache(maxsize=1)
 def _data(work: Workload) -> RandomData:
-    """Draw the data of a workload, once for all ways."""
+    """Draw the data of a workload once, for all ways."""
     return RandomData(work)
 
 
@@ -185,7 +174,7 @@ def _data(work: Workload) -> RandomData:
 
 
 class Loss(nn.Module):
-    """A module whose call is its training step, for `torch.cuda.make_graphed_callables`."""
+    """Module whose forward pass is a training step, as `torch.cuda.make_graphed_callables` needs it."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
@@ -199,16 +188,10 @@ class Loss(nn.Module):
 
 
 def bare(work: Workload, device: str, *, dry: bool, precision: str = "32-true", graphed: bool = False) -> Row:
-    """Train tasks of a workload in a loop of PyTorch alone, with its data on the device.
+    """Train tasks of a workload in a loop of PyTorch alone, with the data on the device.
 
-    A task takes the values of a model, makes the module's optimizer and trains; its results stay where they are.
-
-    Args:
-        work: the workload.
-        device: that computes.
-        dry: whether to train one task alone.
-        precision: 32-true or bf16-mixed.
-        graphed: whether forward and backward pass are CUDA graphs by `torch.cuda.make_graphed_callables`.
+    A task takes a model's values, makes the module's optimizer and trains; results stay in place. `dry`: train only one
+    task. `graphed`: run forward and backward pass as CUDA graphs, by `torch.cuda.make_graphed_callables`.
     """
     on_gpu, num = torch.device(device).type == "cuda", max(work.batch_size, work.samples)
     data = RandomData(replace(work, clients=1, samples=num)).samples.tensors
@@ -262,13 +245,7 @@ def bare_cases(name: str, work: Workload, device: str, dry: bool, precisions: Se
 
 
 def small_clients(device: str, folder: Path, dry: bool) -> Cases:
-    """Return the rows of small clients: an MLP and a CNN, one, a hundred and a thousand clients at work, in each way.
-
-    Args:
-        device: that trains.
-        folder: of the runs.
-        dry: whether to train a few tasks of a few clients.
-    """
+    """Return rows of small clients, in each way: an MLP and a CNN; one, a hundred and a thousand clients at work."""
     cases: Cases = {}
     for work, counts in ((replace(MLP_MNIST, samples=640), (1000, 100, 1)), (CNN_CIFAR, (1000,))):
         if dry:
@@ -285,13 +262,7 @@ def small_clients(device: str, folder: Path, dry: bool) -> Cases:
 
 
 def language(device: str, folder: Path, dry: bool) -> Cases:
-    """Return the rows of DiLoCo with a LLaMA of 10.7 million parameters on four unequal clients: tokens a second in each way.
-
-    Args:
-        device: that trains.
-        folder: of the runs.
-        dry: whether to train a few tasks of a small model.
-    """
+    """Return rows of DiLoCo with a LLaMA of 10.7 million parameters on four unequal clients: tokens per second in each way."""
     from model_zoo import LLaMA
     from raafl import diloco
     from raafl.parts import RateSelect
@@ -322,13 +293,7 @@ def language(device: str, folder: Path, dry: bool) -> Cases:
 
 
 def fine_tuning(device: str, folder: Path, dry: bool) -> Cases:
-    """Return the rows of fine-tuning a BERT and a decoder with LoRA adapters of four ranks on four unequal clients.
-
-    Args:
-        device: that trains.
-        folder: of the runs.
-        dry: whether to train a few tasks of small models.
-    """
+    """Return rows of fine-tuning a BERT and a decoder with LoRA adapters of four ranks on four unequal clients."""
     from raafl import fed_raa
     from raafl.parts import RateSelect
 
@@ -365,7 +330,7 @@ def _in_tokens(
     folder: Path,
     dry: bool,
 ) -> Cases:
-    """Return rows of a workload's bare loops, and of its runs with eager and with captured steps, with tokens a second."""
+    """Return rows in tokens per second of a workload's bare loops, and of runs with eager and with captured steps."""
 
     def with_tokens(case: Callable[[], Row]) -> Row:
         row = case()
@@ -382,7 +347,7 @@ def _in_tokens(
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer with a LoRA adapter beside it; plain PyTorch, so that no further package is needed."""
+    """Frozen linear layer with a LoRA adapter, in plain PyTorch, so that no further package is needed."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -392,7 +357,7 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output and the adapter's."""
+        """Return the sum of the layer's and the adapter's output."""
         y: Tensor = self.layer(x) + self.up(self.down(x))
         return y
 
@@ -401,7 +366,7 @@ _ADAPTED, _RANK = ("query", "value", "q_proj", "v_proj"), 16
 
 
 def _adapted(make: Callable[[], LightningModule]) -> LightningModule:
-    """Make a model, freeze it but for its head, and put adapters beside its queries and values."""
+    """Make a model, freeze all but its head, and add adapters to its queries and values."""
     module = make()
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("classifier" in name)

@@ -26,12 +26,7 @@ QUICK = ("--config", str(ROOT / "configs" / "quickstart.yaml"))
 
 @dataclass(frozen=True)
 class Where:
-    """Device and folder of a step.
-
-    Attributes:
-        device: cuda:0, or cpu in a dry run.
-        folder: folder of its own, empty.
-    """
+    """Device (cuda:0, or cpu in a dry run) and an empty folder for a step."""
 
     device: str
     folder: Path
@@ -56,7 +51,7 @@ def tests(where: Where) -> list[Row]:
     if where.dry:
         return [{"files": len(files), "value": bool(importlib.util.find_spec("pytest"))}]
     rows: list[Row] = []
-    for file in files:  # in a process each: an error that breaks a GPU's context would fail what follows
+    for file in files:  # a process for each file: an error that breaks a GPU's context would fail all that follows
         command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", file]
         try:
             words, met = run(command).strip().splitlines()[-1], True
@@ -86,7 +81,7 @@ def resumed(where: Where) -> list[Row]:
     from raafl.core.hooks import RunHooks
 
     class Interrupts(RunHooks):
-        """Ends a run at its twelfth task."""
+        """Observer that ends a run at its twelfth task."""
 
         num_settled = 0
 
@@ -118,7 +113,7 @@ def out_of_memory(where: Where) -> list[Row]:
     from raafl.local.train import FabricOptions
 
     class Greedy(MLP):
-        """Asks for an exabyte where half of its units or more are there."""
+        """Hook that asks for an exabyte of memory if half of its units or more are present."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             real = type(batch[0]) is torch.Tensor and not batch[0].is_meta and len(batch[1]) > 2
@@ -217,7 +212,7 @@ def staging(where: Where) -> list[Row]:
     (row,) = (row for row in measured if row["transport"] == "gloo")
     if where.dry:
         return [row]
-    row["copies_s"] = 2 * pinned_s(num_bytes, where.device)  # down and up, each there and back
+    row["copies_s"] = 2 * pinned_s(num_bytes, where.device)  # down and up, each copied to the host and back
     row |= {"value": 1 / row["ratio"], "goal": "0.7 of the link", "met": row["ratio"] <= 1 / 0.7}
     return [row, {"transport": "CUDA IPC", "value": "not built: see docs/gpu.md"}]
 
@@ -334,13 +329,10 @@ def two_gpus(where: Where) -> list[Row]:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to be shown, by a function whose docstring says what.
+    """A step of `make gpu`: one claim, shown by a function whose docstring states it.
 
-    Attributes:
-        run: does it, and returns its figures, or functions that return a row each, by name.
-        limit_s: seconds after which it is ended.
-        timed: whether it measures time, so that nothing else may run beside it.
-        num_gpus: GPUs that it needs.
+    `run`: returns the figures, or functions by name that return a row each. `limit_s`: seconds after which it is ended.
+    `timed`: whether it measures time, so that nothing may run beside it. `num_gpus`: GPUs that it needs.
     """
 
     run: Callable[[Where], list[Row] | Cases]
@@ -385,7 +377,7 @@ def _parsed(command: str, *options: str) -> Any:
 
 
 def _simulated(where: Where, name: str | None, *options: str, observer: Any = None) -> dict[str, Any]:
-    """Simulate the quick start with more options, in a folder of that name, or what is resumed; return its summary."""
+    """Simulate the quick start with more options in a folder of that name, or resume it; return its summary."""
     from raafl.runtime.run import simulate
 
     new = [] if name is None else [*QUICK, "--output", str(where.folder / name), *where.options]
@@ -394,7 +386,7 @@ def _simulated(where: Where, name: str | None, *options: str, observer: Any = No
 
 
 def _raafl(where: Where, name: str, command: str, *options: str, ranks: int = 0) -> dict[str, Any]:
-    """Run raafl in a fresh process, or in ranks; return its summary and what it printed. A dry run parses the options."""
+    """Run raafl in a fresh process, or in ranks; return its summary and its output. A dry run only parses the options."""
     if where.dry:
         _parsed(command, *options)
         return {}
@@ -405,10 +397,10 @@ def _raafl(where: Where, name: str, command: str, *options: str, ranks: int = 0)
 
 
 def child(parent: int, options: bytes) -> int:
-    """Find the child of a process whose command line has these options."""
+    """Find the child process whose command line has these options."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
+        with contextlib.suppress(OSError):  # the process may end meanwhile
             of = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             found += [int(folder.name)] if of == str(parent) and options in (folder / "cmdline").read_bytes() else []
     (pid,) = found
@@ -416,7 +408,7 @@ def child(parent: int, options: bytes) -> int:
 
 
 def run(command: list[str], **environment: str) -> str:
-    """Run a command; return all that it printed, or raise with the end of it."""
+    """Run a command; return its output, or raise an error with the end of it."""
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -48,9 +48,9 @@ RATES = (125, 250, 500)
 """Updates a second of the paced phases."""
 LARGE = ((20, 3_333), (8, 333_333))
 """Clients and units of the model, 300 bytes each, of the phases with large updates: 1 MB and 100 MB."""
-_THINK_S = 20.0  # the longest wait of a client in a paced phase
-_SETTLED_PER_S = 500  # first answers of all clients that the server has surely taken in a second
-_AT_ONCE = 16  # clients that join at a time
+_THINK_S = 20.0  # longest wait of a client in a paced phase, in seconds
+_SETTLED_PER_S = 500  # first answers that the server certainly takes in a second
+_AT_ONCE = 16  # number of clients that join at the same time
 _TIMEOUT_S = 120.0
 _CONFIG = """\
 name: load
@@ -72,11 +72,9 @@ eval_every: 1000000000
 
 @dataclass
 class Tally:
-    """Counts of a phase of the clients.
+    """Counts of a phase.
 
-    Attributes:
-        num_updates: sent.
-        delays: seconds from an update to the next assignment.
+    `num_updates`: updates sent. `delays`: seconds from an update to the next assignment.
     """
 
     num_updates: int = 0
@@ -84,15 +82,12 @@ class Tally:
 
 
 class Players:
-    """Clients of one process: sessions that answer with a prepared update."""
+    """Clients of one process: sessions that answer each assignment with a prepared update."""
 
     def __init__(self, config: Path, address: str, certs: Path) -> None:
-        """Build what a client knows of the run, once for all.
+        """Build once what all clients know of the run.
 
-        Args:
-            config: config of the run.
-            address: ``HOST:PORT`` of the server.
-            certs: folder with the site's certificate.
+        `address`: ``HOST:PORT`` of the server. `certs`: folder with the site's certificate.
         """
         from raafl.config.parse import parse
         from raafl.runtime.client.setup import ClientSetup
@@ -105,22 +100,17 @@ class Players:
         files = TlsFiles.find(certs, server=False, given=dict.fromkeys(("ca", "cert", "key", "crl")))
         self._login = files.client_login()
         self._address, self._selector = address, selectors.DefaultSelector()
-        self._due: list[tuple[float, int, int]] = []  # when, client, assignment
+        self._due: list[tuple[float, int, int]] = []  # time at which an answer is due, client, assignment
         self._sent_s: dict[int, float] = {}
         self._pairs: dict[int, Any] = {}
         self._progress: dict[int, Any] = {}
         self._incarnations: Counter[int] = Counter()
         self._tensors: Any = None
         self._think_s, self._tally = 0.0, Tally()
-        self._pool = ThreadPoolExecutor(_AT_ONCE)  # a handshake waits for the server
+        self._pool = ThreadPoolExecutor(_AT_ONCE)  # threads, since a handshake waits for the server
 
     def join(self, first: int, last: int) -> None:
-        """Open the sessions of clients; what comes is taken when they play.
-
-        Args:
-            first: client.
-            last: client.
-        """
+        """Open the sessions of clients ``first`` to ``last``; messages are taken later, by `play`."""
         for client in self._pool.map(self._join, range(first, last + 1)):
             self._listen(client)
 
@@ -145,7 +135,7 @@ class Players:
         for _ in range(100):
             try:
                 return connect(self._address, client, self._login, timeout_s=_TIMEOUT_S)
-            except PeerLost:  # busy
+            except PeerLost:  # the server is busy
                 time.sleep(0.1)
         raise RuntimeError(f"the server is busy for client {client}")
 
@@ -165,7 +155,7 @@ class Players:
         self._progress[client] = Progress()
 
     def _return(self, client: int) -> tuple[int, str]:
-        """Go on with a client's session over a new connection, as a client does; join anew where it has ended."""
+        """Continue a client's session over a new connection, as a real client does; join anew if the session has ended."""
         from raafl.runtime.protocol import Resume, no_tensors
         from raafl.transport import Kind, Message
 
@@ -182,11 +172,9 @@ class Players:
         return client, "resumed"
 
     def play(self, seconds: float, think_s: float) -> Tally:
-        """Answer assignments for a while; return what was counted. What is due later is answered in the next phase.
+        """Answer assignments for ``seconds``, each after ``think_s``; return the counts.
 
-        Args:
-            seconds: duration of the phase.
-            think_s: wait before an answer.
+        An answer that is due later is sent in the next phase.
         """
         self._think_s, self._tally = think_s, Tally()
         self._sent_s.clear()
@@ -200,12 +188,12 @@ class Players:
         return self._tally
 
     def close(self) -> None:
-        """Hang up, so that the server loses its clients."""
+        """Close all connections, so that the server loses its clients."""
         for pair in self._pairs.values():
             pair.close()
 
     def _hear(self, client: int) -> None:
-        """Receive all that has come for a client; the first of several messages may be read together with the next."""
+        """Receive all messages that have arrived for a client; several may have been read at once."""
         from raafl.transport import Kind
 
         pair = self._pairs[client]
@@ -233,7 +221,7 @@ class Players:
         if self._tensors is None:
             layout = self._site.submodels.layout(Assign.from_meta(meta).assignment.spec, "sent")
             self._tensors = FlatTensors.zeros(layout)
-        return self._tensors  # each time the same: what came is the answer, too
+        return self._tensors  # the same tensors for all, since the received values are also the answer
 
     def _answer(self, client: int, assignment: int) -> None:
         from raafl.runtime.protocol import Answer
@@ -248,13 +236,7 @@ class Players:
 
 
 def work(config: str, address: str, certs: str) -> None:
-    """Play clients as the lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``, ``storm``.
-
-    Args:
-        config: file of the run's config.
-        address: ``HOST:PORT`` of the server.
-        certs: folder with the site's certificate.
-    """
+    """Run clients as lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``, ``storm``."""
     import torch
 
     torch.set_num_threads(1)
@@ -282,14 +264,14 @@ def work(config: str, address: str, certs: str) -> None:
 
 @dataclass
 class Stage:
-    """Server with its run folder, and the process that plays its clients."""
+    """A server with its run folder, and the process that plays its clients."""
 
     server: psutil.Process
     players: subprocess.Popen[str]
     run: Path
 
     def ask(self, line: str) -> str:
-        """Tell the players something; return their reply."""
+        """Send a line to the clients' process; return its reply."""
         assert self.players.stdin and self.players.stdout
         self.players.stdin.write(line + "\n")
         self.players.stdin.flush()
@@ -299,22 +281,18 @@ class Stage:
         return reply
 
     def measured(self, line: str) -> tuple[Row, float, float]:
-        """Tell the players something; return their reply, the seconds it took, and the server's CPU seconds meanwhile."""
+        """Send a line to the clients' process; return its reply, the seconds it took, and the server's CPU seconds."""
         before, began = self.server.cpu_times(), time.monotonic()
         told = json.loads(self.ask(line))
         after, took_s = self.server.cpu_times(), time.monotonic() - began
         return told, took_s, after.user + after.system - before.user - before.system
 
     def phase(self, name: str, clients: int, seconds: float, think_s: float) -> Row:
-        """Let the clients work, first until each has answered once or so; return the row of the phase.
+        """Let the clients work, at first until each has answered about once; return the row of the phase.
 
-        Args:
-            name: name of the phase.
-            clients: number of clients that have joined.
-            seconds: duration of the phase.
-            think_s: wait of a client before an answer.
+        `clients`: clients that have joined. `seconds`: duration. `think_s`: wait of a client before an answer.
         """
-        if name != "idle":  # what they send at first is not yet what the server takes
+        if name != "idle":  # what they send at first is not yet the rate that the server sustains
             self.ask(f"play {1.0 + think_s + clients / _SETTLED_PER_S} {think_s}")
         told, took_s, cpu_s = self.measured(f"play {seconds} {think_s}")
         return {
@@ -346,7 +324,7 @@ class Stage:
         }
 
     def arrival(self, name: str, line: str, clients: int) -> tuple[Row, dict[str, Any]]:
-        """Tell the players to let all clients come; return the row of the phase, and their reply."""
+        """Let all clients connect; return the row of the phase, and the reply of the clients' process."""
         told, took_s, cpu_s = self.measured(line)
         row = {
             "phase": name,
@@ -359,7 +337,7 @@ class Stage:
         return row, told
 
     def storm(self, clients: int, think_s: float) -> Row:
-        """Break all connections and let all clients return, then work; return the row, with the tasks that the server lost."""
+        """Break all connections, let all clients return and work; return the row, with the number of tasks that the server lost."""
         row, told = self.arrival("storm", "storm", clients)
         after = self.phase("storm", clients, 5.0, think_s)
         with (self.run / "clients.csv").open(newline="") as file:
@@ -375,13 +353,10 @@ class Stage:
 
 
 def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) -> Row:
-    """Return rates, delays in milliseconds, and CPU of a phase.
+    """Compute rates, delays in milliseconds, and the server's CPU share of a phase.
 
-    Args:
-        num_updates: sent in it.
-        delays: seconds from an update to the next assignment.
-        took_s: its duration.
-        cpu_s: CPU seconds of the server in it.
+    `delays`: seconds from an update to the next assignment. `took_s`, `cpu_s`: seconds of the phase, and of the
+    server's CPU.
     """
     cuts = statistics.quantiles(delays, n=100) if len(delays) > 1 else None
     return {
@@ -395,16 +370,13 @@ def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) 
 
 @contextmanager
 def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: Sequence[str] = ()) -> Iterator[Stage]:
-    """Start a server on the first core and the clients' process on the others.
+    """Start a server on the first core, and the clients' process on the others.
 
-    Args:
-        clients: number of clients of the run.
-        at_work: largest number of them that work at once; None = all.
-        hidden: units of the model, 300 bytes each.
-        options: options of the server, beside those of the load.
+    `at_work`: largest number of clients at work; None = all. `hidden`: units of the model, 300 bytes each. `options`:
+    further options of the server.
     """
     cores = sorted(os.sched_getaffinity(0))
-    from benchmarks.wire import certify  # it imports torch
+    from benchmarks.wire import certify  # imported here, since it imports torch
 
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         folder = Path(name)
@@ -455,18 +427,16 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
             server.terminate()
             try:
                 server.wait(timeout=60)
-            except subprocess.TimeoutExpired:  # a busy machine has many clients to record as lost
+            except subprocess.TimeoutExpired:  # a busy machine takes long to record the loss of many clients
                 server.kill()
             for process in (players, server):
                 process.wait()
 
 
 def phases(clients: Sequence[int], seconds: float = 5.0) -> Iterator[tuple[str, int, Callable[[], list[Row]]]]:
-    """Yield each part of the measurement, with its number of clients and what measures its rows.
+    """Yield each part of the measurement: its number of clients, and the function that measures its rows.
 
-    Args:
-        clients: numbers of clients.
-        seconds: duration of a phase; an idle server is looked at for four times as long.
+    `seconds`: duration of a phase; an idle server is measured for four times as long.
     """
     for number in clients:
         yield "idle", number, partial(_idle, number, seconds)
@@ -493,16 +463,12 @@ def _large(clients: int, hidden: int, seconds: float) -> list[Row]:
     with stage(clients, hidden=hidden, options=["--checkpoint_s=null"]) as on:
         on.join(clients)
         row = on.phase("large", clients, 2 * seconds, 0.0)
-        on.server.kill()  # it would save its model first
+        on.server.kill()  # killed, since it would save its model first
     return [{**row, "update_bytes": 300 * hidden, "bytes_per_s": 2 * 300 * hidden * row["updates_per_s"]}]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure from the command line.
-
-    Args:
-        argv: arguments; None = those of the process.
-    """
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load")
     parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS, help="numbers of clients")
     parser.add_argument("--only", nargs="*", help="parts to measure: idle, working, large:BYTES; none = all")

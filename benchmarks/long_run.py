@@ -45,10 +45,10 @@ CLIENTS, AT_WORK = 1000, 100
 
 
 class Untrained(Executor):
-    """Answers each task with the values that it was handed out with."""
+    """Executor that answers each task with the values that the client received."""
 
     def __init__(self) -> None:
-        """Know no task."""
+        """Start without tasks."""
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
@@ -56,7 +56,7 @@ class Untrained(Executor):
         self._tasks[assignment.id] = assignment, snapshot
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return its values."""
+        """Return the values that the task received."""
         task, values = self._tasks.pop(assignment_id)
         return Update(task.id, task.client, task.incarnation, values, 4, 1, {"loss": 1.0})
 
@@ -66,14 +66,14 @@ class Untrained(Executor):
 
 
 def experiment_of(folder: Path, updates: int) -> Experiment:
-    """Return the run in ``folder``, with a checkpoint in its middle."""
+    """Return the experiment of a run in ``folder``, with a checkpoint at half of its updates."""
     case = Case("fed_async", AT_WORK, clients=CLIENTS, updates=updates)
     middle = updates // 2
     return replace(make_experiment(case, folder.parent), checkpoint_every=middle, eval_every=updates // 100)
 
 
 def write(folder: Path, updates: int) -> None:
-    """Do a whole run."""
+    """Run it from the first to the last update."""
     parts = build(experiment_of(folder, updates), pace=False)
     run = Run(parts, "", "simulated")
     try:
@@ -87,7 +87,7 @@ def write(folder: Path, updates: int) -> None:
 
 
 def follow(folder: Path, updates: int) -> None:
-    """Look at a run as `raafl watch` does for the first time."""
+    """Read a run for the first time, as `raafl watch` does."""
     watched = followed(folder)
     watched.look()
     if watched.state.snapshot().num_updates != updates:
@@ -95,12 +95,12 @@ def follow(folder: Path, updates: int) -> None:
 
 
 def report(folder: Path, updates: int) -> None:
-    """Make a run's page."""
+    """Make the report page of a run."""
     build_report([read(folder)])
 
 
 def mend(folder: Path, updates: int) -> None:
-    """Bring a copy of a run back to the checkpoint in its middle, as a resume does."""
+    """Restore a copy of a run to the checkpoint at its half, as a resume does."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         copy = Path(scratch) / "run"
         shutil.copytree(folder, copy)
@@ -113,7 +113,7 @@ def mend(folder: Path, updates: int) -> None:
 
 
 def replay(folder: Path, updates: int) -> None:
-    """Replay a run to its recorded digest."""
+    """Replay a run, and compare the digest of its model."""
     rows, summary = read_run(folder)
     parts = build(experiment_of(folder, updates), pace=False, min_clients=CLIENTS)
     Replay(parts.coordinator, Untrained()).run(rows)
@@ -131,13 +131,7 @@ WAYS: dict[str, Callable[[Path, int], None]] = {
 
 
 def measure(way: str, folder: Path, updates: int) -> Row:
-    """Measure one way of handling a long journal, in this process, and return its row.
-
-    Args:
-        way: a key of `WAYS`.
-        folder: folder of the run.
-        updates: updates in the journal.
-    """
+    """Measure one way of using a long journal, in this process; ``way``: a key of `WAYS`."""
     before, begun = status_bytes("VmRSS"), time.process_time()
     WAYS[way](folder, updates)
     seconds = time.process_time() - begun
@@ -156,7 +150,7 @@ def measure(way: str, folder: Path, updates: int) -> Row:
 
 
 def rows() -> list[Row]:
-    """Measure all ways, of a short run and of a long one, each in a process of its own."""
+    """Measure all ways, on a short and on a long run, each in a process of its own."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         for updates in UPDATES:

@@ -32,7 +32,7 @@ FEATURES, CLASSES, BATCH = 3072, 10, 32
 
 @dataclass(frozen=True)
 class Setting:
-    """One run: the fragments' shares, and the largest share that each client may train."""
+    """A run: shares of the fragments, and the largest share that each client may train."""
 
     shares: tuple[float, ...]
     clients: tuple[float, ...]
@@ -54,7 +54,7 @@ def rows(settings: Sequence[Setting] = (FRAGMENTS, WHOLE), timeout_s: float = 30
 
 
 def measure(setting: Setting, timeout_s: float) -> list[Row]:
-    """Run one setting under torchrun."""
+    """Run a setting under torchrun, and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -95,7 +95,7 @@ def measure(setting: Setting, timeout_s: float) -> list[Row]:
 
 
 def take_part(setting: Setting, folder: Path) -> None:
-    """Be one rank of a run; a client leaves a note of its memory in ``folder``."""
+    """Act as one rank of a run; a client writes its memory to ``folder``."""
     import torch
 
     from raafl.runtime.fit import fit
@@ -144,7 +144,7 @@ def _experiment(setting: Setting, budgets: Sequence[float], folder: Path) -> Any
 
 
 def _costs(setting: Setting) -> list[Any]:
-    """Return the predicted cost of each fragment."""
+    """Predict the cost of each fragment."""
     import torch
 
     from model_zoo import MLP
@@ -159,13 +159,13 @@ def _costs(setting: Setting) -> list[Any]:
 
 
 def _budgets(setting: Setting) -> list[float]:
-    """Return the memory with which each client can train its share and nothing larger."""
+    """Compute a memory budget for each client that suffices for its share and nothing larger."""
     costs = _costs(setting)
     return [float(costs[setting.shares.index(share)].peak_bytes) for share in setting.clients]
 
 
 class _Data:
-    """Random samples; a data module but for the base class."""
+    """Data module of random samples, without the base class, whose import takes memory."""
 
     def __init__(self, num: int) -> None:
         import torch
@@ -192,7 +192,7 @@ class _Data:
 
 
 def _warm_up() -> None:
-    """Import and use what a client uses, with a tiny model."""
+    """Import and use everything that a client uses, with a tiny model."""
     import torch
 
     from model_zoo import MLP

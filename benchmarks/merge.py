@@ -33,12 +33,12 @@ from raafl.submodel import FULL, FlatTensors, Spec, Submodels, skeleton
 
 NUM_UPDATES = 10
 FRAGMENTS = (0.2, 0.3, 0.5)
-NUM_BUFFERS = 3  # distinct updates of each spec: together far larger than any cache
+NUM_BUFFERS = 3  # distinct updates of each spec, together far larger than any cache
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a vision transformer; the defaults are ViT-Base's."""
+    """Sizes of a vision transformer, by default ViT-Base's."""
 
     depth: int = 12
     width: int = 768
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Shapes(nn.Module):
-    """The parameters of a vision transformer, without its forward pass: a merge sees shapes and values only."""
+    """Parameters of a vision transformer without a forward pass, since a merge needs only shapes and values."""
 
     def __init__(self, shape: Shape) -> None:
         """Make all parameters."""
@@ -83,7 +83,7 @@ _MLP_MEMBERS = (("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1))
 
 @dataclass(frozen=True)
 class Case:
-    """A merge, the specs that its updates cycle through, and whether each update is applied as it comes."""
+    """A merge to measure: the specs that its updates take in turn, and whether each update is applied as it arrives."""
 
     name: str
     merge: Merge
@@ -107,7 +107,7 @@ def cases() -> list[Case]:
 
 
 def make_state(shape: Shape, device: str = "cpu") -> GlobalState:
-    """Make the state of a model of that shape, random."""
+    """Make the state of a run, with a random model of ``shape``."""
     with skeleton():
         submodels = Submodels(Shapes(shape))
     values = FlatTensors.empty(submodels.layout(), device)
@@ -117,15 +117,15 @@ def make_state(shape: Shape, device: str = "cpu") -> GlobalState:
 
 
 class Updates:
-    """Random updates of each spec, made when first asked for."""
+    """Random updates of each spec, drawn when they are first needed."""
 
     def __init__(self, state: GlobalState) -> None:
-        """Draw none yet."""
+        """Start without updates."""
         self._state = state
         self._made: dict[tuple[Spec, int], FlatTensors] = {}
 
     def get(self, spec: Spec, number: int) -> FlatTensors:
-        """Return the update number ``number`` of a spec; a few of each take turns."""
+        """Return update ``number`` of a spec; a few different ones are used in turn."""
         key = (spec, number % NUM_BUFFERS)
         if key not in self._made:
             tensors = self._made[key] = FlatTensors.empty(
@@ -137,26 +137,14 @@ class Updates:
 
 
 def prepare(case: Case, state: GlobalState, updates: Updates) -> list[tuple[Update, Spec]]:
-    """Return the ten updates of a case.
-
-    Args:
-        case: to measure.
-        state: the global model.
-        updates: makes their tensors.
-    """
+    """Return the ten updates of a case, with their submodels."""
     specs = fragment_specs(state.submodels, FRAGMENTS) if case.fragments else (FULL,)
     chosen = [specs[i % len(specs)] for i in range(NUM_UPDATES)]
     return [(Update(i, i, 0, updates.get(spec, i), 100 + i), spec) for i, spec in enumerate(chosen)]
 
 
 def fold(case: Case, state: GlobalState, given: list[tuple[Update, Spec]]) -> None:
-    """Merge all updates into the state, calling the merge as the coordinator does.
-
-    Args:
-        case: to measure.
-        state: the global model.
-        given: the updates with their submodels.
-    """
+    """Merge all updates into the state, in the way that the coordinator calls the merge."""
     for place, (update, spec) in enumerate(given, start=1):
         case.merge.receive(state, update, spec, case.staleness)
         if case.at_once or place == len(given):
@@ -166,7 +154,7 @@ def fold(case: Case, state: GlobalState, given: list[tuple[Update, Spec]]) -> No
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Time ``work``, and what it leaves for a GPU to do."""
+    """Time ``work``, including what it leaves for a GPU to finish."""
     begin = time.perf_counter()
     work()
     if torch.cuda.is_initialized():
@@ -175,14 +163,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def rows(shape: Shape | None = None, repeats: int = 7, threads: int = 1, device: str = "cpu") -> list[Row]:
-    """Measure every case, each merge in turn with a copy.
-
-    Args:
-        shape: shape of the model; None = the default.
-        repeats: repeats of each measurement.
-        threads: that torch may use.
-        device: device of the global model.
-    """
+    """Measure every case, each merge in turn with a copy; ``threads``: threads of torch."""
     torch.set_num_threads(threads)
     state = make_state(shape or Shape(), device)
     source, target = state.values.clone(), state.values.clone()
@@ -197,7 +178,7 @@ def rows(shape: Shape | None = None, repeats: int = 7, threads: int = 1, device:
         for repeat in range(repeats + 1):
             copied = seconds(lambda: target.copy_(source))
             folded = seconds(lambda case=case, given=given: fold(case, state, given))  # type: ignore[misc]
-            if repeat:  # the first of each warms up
+            if repeat:  # the first repeat is the warm-up
                 copy_s.append(copied)
                 merge_s.append(folded)
         copy_rate, taken = source.num_bytes / statistics.median(copy_s), statistics.median(merge_s)

@@ -87,7 +87,7 @@ def measured(model: str, rate: float) -> list[Row]:
 
 
 def _timed() -> Any:
-    """Return a mode that times every operation, and notes what raafl counts for it."""
+    """Return a dispatch mode that times every operation, and records raafl's counts for it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from raafl.submodel.cost.ledger import OperationCost, counted
@@ -115,7 +115,7 @@ def _timed() -> Any:
 
         def calls(self) -> Any:
             for key, number in self._num.items():
-                yield key, number, (self._best_s[key], *self._counted[key][:4])  # but the arithmetic
+                yield key, number, (self._best_s[key], *self._counted[key][:4])  # without the arithmetic
 
     return Timed()
 

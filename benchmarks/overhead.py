@@ -38,14 +38,14 @@ REPEATS = 5
 
 
 def cross_entropy(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the loss of logits of a batch's first tensors, of classes that the last one names."""
+    """Compute the cross-entropy of logits, whose classes are the batch's last tensor."""
     *inputs, labels = batch
     logits = module(*inputs)
     return F.cross_entropy(logits, labels) if logits.dim() == 2 else F.cross_entropy(logits.mT, labels)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimiser of most workloads."""
+    """Make the optimizer of most workloads, SGD."""
     return torch.optim.SGD(parameters, lr=0.005, momentum=0.5)
 
 
@@ -53,7 +53,8 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Workload:
     """Clients, their data, and how they train.
 
-    ``draw`` returns so many samples, None = random numbers of ``shape`` and ten classes; ``optimizer`` is the bare loop's.
+    `draw`: returns a number of samples; None = random numbers of `shape` with ten classes. `optimizer`: the bare
+    loop's.
     """
 
     name: str
@@ -102,7 +103,7 @@ class RandomData(LightningDataModule):
 
 
 def flatten(module: nn.Module) -> torch.Tensor:
-    """Move the parameters of ``module`` that train into one vector and return it."""
+    """Move a module's trained parameters into one vector, and return that."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     flat = torch.cat([p.detach().flatten() for p in parameters])
     start = 0
@@ -113,10 +114,10 @@ def flatten(module: nn.Module) -> torch.Tensor:
 
 
 class Bare:
-    """The bare loop of one workload."""
+    """Loop of PyTorch alone that does the local steps of a workload."""
 
     def __init__(self, work: Workload, data: RandomData) -> None:
-        """Give each client its own tensors."""
+        """Copy each client's samples to tensors of its own."""
         self.work = work
         self.clients = list(zip(*(tensor.split(work.samples) for tensor in data.samples.tensors), strict=True))
         self.module: nn.Module = work.model()
@@ -124,7 +125,7 @@ class Bare:
         self.theta = self.flat.clone()
 
     def train(self, client: int) -> None:
-        """Train one client from the global vector; its result is in ``self.flat``."""
+        """Train one client from the global vector; the result is in ``self.flat``."""
         tensors = self.clients[client]
         self.flat.copy_(self.theta)
         optimizer = self.work.optimizer([p for p in self.module.parameters() if p.requires_grad])
@@ -136,7 +137,7 @@ class Bare:
             optimizer.step()
 
     def run(self) -> float:
-        """Return the seconds of all rounds in this process."""
+        """Run all rounds in this process; return the seconds."""
         begin = time.perf_counter()
         with_sum = torch.zeros_like(self.theta)
         for _ in range(self.work.rounds):
@@ -149,7 +150,7 @@ class Bare:
         return time.perf_counter() - begin
 
     def run_in(self, num_processes: int) -> float:
-        """Return the seconds of all rounds, each round's clients split among forked processes."""
+        """Run all rounds, with the clients of each split among forked processes; return the seconds."""
         import multiprocessing as mp
 
         context = mp.get_context("fork")
@@ -188,16 +189,7 @@ class Bare:
 def raafl_seconds(
     work: Workload, data: RandomData, algorithm: Algorithm, workers: int, folder: Path, device: str = "cpu"
 ) -> float:
-    """Time one whole simulated run in seconds of the wall clock.
-
-    Args:
-        work: the workload.
-        data: data of all clients.
-        algorithm: algorithm of the run.
-        workers: processes that train.
-        folder: folder of the run.
-        device: device of the model and its clients.
-    """
+    """Time one whole simulated run in seconds of the wall clock; ``workers``: processes that train."""
     experiment = Experiment(
         model=work.model,
         data=lambda: data,
@@ -219,7 +211,7 @@ def raafl_seconds(
 
 
 def algorithms(work: Workload) -> dict[str, Algorithm]:
-    """Return the algorithms measured on a workload."""
+    """List the algorithms to measure on a workload."""
     whole = work.cohort == work.clients
     cohort = None if whole else work.cohort
     return {
@@ -242,14 +234,7 @@ def rows() -> list[Row]:
 
 
 def measure(work: Workload, data: RandomData, bare: Bare, processes: int) -> list[Row]:
-    """Time the bare loop and every algorithm in turns.
-
-    Args:
-        work: the workload.
-        data: data of all clients.
-        bare: the loop to compare with.
-        processes: that train.
-    """
+    """Time the bare loop and every algorithm in turns, with ``processes`` processes that train."""
     methods = algorithms(work)
     bare_s: list[float] = []
     raafl_s: dict[str, list[float]] = {name: [] for name in methods}
@@ -257,7 +242,7 @@ def measure(work: Workload, data: RandomData, bare: Bare, processes: int) -> lis
         for repeat in range(REPEATS + 1):
             gc.collect()
             bare_seconds = bare.run() if processes == 1 else bare.run_in(processes)
-            bare_s += [bare_seconds] * bool(repeat)  # the first of each warms up
+            bare_s += [bare_seconds] * bool(repeat)  # the first repeat is the warm-up
             for name, algorithm in methods.items():
                 gc.collect()
                 seconds = raafl_seconds(work, data, algorithm, processes, Path(folder) / f"{name}{repeat}")

@@ -43,7 +43,7 @@ _METHODS = {
 
 
 def _client(overlap: bool) -> Row:
-    """Let one client do a few tasks behind a slow uplink; return its updates per second, and where its time went."""
+    """Let one client do a few tasks behind a slow uplink; return its updates per second, and the seconds of its phases."""
     model = [
         "--config",
         CONFIG,
@@ -89,7 +89,7 @@ def _client(overlap: bool) -> Row:
 
 
 def throughput() -> Row:
-    """Return a row on updates per second of a real client, the medians of both ways in turn."""
+    """Measure the updates per second of a real client with and without overlap, in turn; return a row with the medians."""
     found: dict[bool, list[Row]] = {False: [], True: []}
     for _ in range(_REPEATS):
         for overlap in found:
@@ -141,7 +141,7 @@ def _simulated(method: str, overlap: bool, seed: int) -> dict[str, Any]:
 
 
 def time_to_target(method: str) -> Row:
-    """Return a row on the virtual seconds to the target of a method, the medians over seeds; a run without it is infinite."""
+    """Measure the virtual seconds to the target of a method, medians over seeds; infinite for a run that misses it."""
     found = {overlap: [_simulated(method, overlap, seed) for seed in range(_SEEDS)] for overlap in (False, True)}
 
     def seconds(overlap: bool) -> list[float]:

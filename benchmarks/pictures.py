@@ -37,17 +37,17 @@ class Scale:
     """Linear scale from values to pixels."""
 
     def __init__(self, values: tuple[float, float], places: tuple[float, float]) -> None:
-        """Take the first and the last value, and their places."""
+        """Store the first and the last value, and their positions."""
         self.values, self.places = values, places
 
     def __call__(self, value: float) -> float:
-        """Return the place of a value."""
+        """Return the position of a value."""
         share = (value - self.values[0]) / (self.values[1] - self.values[0])
         return self.places[0] + share * (self.places[1] - self.places[0])
 
 
 def ticks(most: float) -> list[float]:
-    """Return some six round numbers from 0 to ``most``."""
+    """Return about six round numbers from 0 to ``most``."""
     step = next(
         step for power in (0.01, 0.1, 1, 10, 100, 1000) for step in (power, 2 * power, 5 * power) if most / step <= 7
     )
@@ -55,19 +55,13 @@ def ticks(most: float) -> list[float]:
 
 
 def mean_curve(runs: Sequence[RecordedRun], seconds: float, points: int = 300) -> tuple[Floats, Floats]:
-    """Return times and the mean over runs there, `(points,)`; between its evaluations a run is linear.
-
-    Args:
-        runs: as recorded.
-        seconds: seconds at which the curve ends.
-        points: number of times.
-    """
+    """Return times up to ``seconds`` and the mean over runs at these, `(points,)`; runs are linear between evaluations."""
     times = np.linspace(0, seconds, points)
     return times, np.mean([np.interp(times, run.metrics["time_s"], run.metrics[METRIC]) for run in runs], axis=0)
 
 
 def learning_curve(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
-    """Draw accuracy over virtual time: a thin line a seed, a thick one their mean."""
+    """Draw accuracy over virtual time: a thin line for each seed, a thick one for their mean."""
     seeds = len(next(iter(runs.values())))
     picture = Picture(400, f"Accuracy of {' and '.join(name for name, _ in ALGORITHMS.values())} over virtual seconds")
     left, right, top, bottom = 66.0, WIDTH - 100, 46.0, 342.0
@@ -100,7 +94,7 @@ def learning_curve(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
 
 
 def who_did_what(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
-    """Draw the first seconds of one run of each algorithm, as the report's timeline has them."""
+    """Draw the first seconds of one run of each algorithm, like the timeline of `raafl report`."""
     left, right, step = 110.0, WIDTH - 20, 28.0
     num_lanes = max(len(some[0].client_ids()) for some in runs.values())
     panel = 62 + step * num_lanes
@@ -138,7 +132,7 @@ def who_did_what(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
 
 
 def _model(picture: Picture, x: float, y: float, merged: str | None, label: str) -> None:
-    """Draw the global model as ten units in three fragments, in the middle over x; what was just merged is not pale."""
+    """Draw the global model, centred at x, as ten units in three fragments; all but the fragment just merged are pale."""
     for unit, colour in enumerate([BLUE] * 2 + [BROWN] * 3 + [GREEN] * 5):
         pale = "" if merged in (None, colour) else ' fill-opacity="0.35"'
         picture.rect(x - 49.5 + 10 * unit, y, 8, 48, colour, more=pale)
@@ -146,7 +140,7 @@ def _model(picture: Picture, x: float, y: float, merged: str | None, label: str)
 
 
 def _task(picture: Picture, since: float, to: float, y: float, units: int, colour: str, lines: Sequence[str]) -> None:
-    """Draw a task as a box from its beginning to its end, with the units of its piece."""
+    """Draw a task as a box from its beginning to its end, with the units of its fragment."""
     picture.rect(since, y, to - since, 58, "none", radius=8, more=f' stroke="{colour}" stroke-width="1.8"')
     for unit in range(units):
         picture.rect(since + 12 + 10 * unit, y + 11, 8, 36, colour)
@@ -155,7 +149,7 @@ def _task(picture: Picture, since: float, to: float, y: float, units: int, colou
 
 
 def _ways(picture: Picture, fast: float, slow: float, starts: Sequence[float], ends: Sequence[float]) -> None:
-    """Draw the arrows: pieces down to the clients, and up again."""
+    """Draw arrows for the fragments that go down to the clients and come back."""
     picture.arrow(214, 134, fast - 3, INK)
     for x, colour in ((ends[0], GREEN), (ends[1], BROWN)):
         picture.arrow(x, fast, 132, colour)
@@ -169,7 +163,7 @@ def _ways(picture: Picture, fast: float, slow: float, starts: Sequence[float], e
 
 
 def way_of_an_update() -> str:
-    """Draw a server and two clients over time: pieces cut, trained, sent back, and folded in as they arrive."""
+    """Draw a server and two clients over time: fragments are cut, trained, sent back, and merged as they arrive."""
     title = (
         "The way of an update: the server cuts a piece of the model for each client, the client trains it on its own data, "
         "and the trained piece is folded into the global model as it arrives, while other clients go on."
@@ -217,12 +211,9 @@ def way_of_an_update() -> str:
 
 
 def simulated(folder: Path, seeds: int, seconds: float) -> dict[str, list[RecordedRun]]:
-    """Return runs of the quick start by algorithm, one for each seed; runs that are in the folder already are read, others made.
+    """Return runs of the quick start by algorithm, one for each seed; runs that ``folder`` has already are read.
 
-    Args:
-        folder: folder of the runs.
-        seeds: seeds of the runs.
-        seconds: seconds of virtual time that each lasts.
+    `seconds`: virtual seconds of each run.
     """
     runs: dict[str, list[RecordedRun]] = {}
     for algorithm, seed in itertools.product(ALGORITHMS, range(seeds)):

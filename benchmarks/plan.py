@@ -31,13 +31,7 @@ CASES = {"fed_raa": 100, "fed_avg": 16, "fed_buff": 42, "timely_fl": 24, "fed_ro
 
 
 def rows(config: str = CONFIG, cases: dict[str, int] | None = None, options: Sequence[str] = ()) -> list[Row]:
-    """Plan and run each algorithm; return a row for each.
-
-    Args:
-        config: config of the runs.
-        cases: updates for each algorithm; None = `CASES`.
-        options: further options of the command line.
-    """
+    """Plan and run each algorithm; return a row for each; ``cases`` None = `CASES`, ``options``: further options of the runs."""
     return [_row(config, name, updates, options) for name, updates in (cases or CASES).items()]
 
 
@@ -77,7 +71,7 @@ def _slower(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def raafl(arguments: Sequence[str], timeout_s: float = 600.0) -> Any:
-    """Run a command of raafl in a process of its own, with one thread, and return the JSON that it printed."""
+    """Run a command of raafl in a process with one thread, and return the JSON that it prints."""
     done = subprocess.run(
         [sys.executable, "-m", "raafl", *arguments],
         cwd=ROOT,

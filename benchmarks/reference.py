@@ -52,7 +52,7 @@ The last column says how a field is shared between processes and runs:
 *resume* fields may change when a run is resumed.
 Sections such as `train` and `guard` follow after the single fields.
 """
-# What settings of many methods say, which methods/index.md explains once; a method's table links there instead.
+# sentences that many methods' settings share: methods/index.md explains them once, and a method's table links there
 _SHARED = (
     "one number for all; a list, one number for each of clients 1, 2, ..., repeating; or a mapping from device name to number",
     "number of clients in a round, or at work in an asynchronous run, drawn uniformly; null = all.",
@@ -86,7 +86,7 @@ _QUESTIONS = {
 
 
 def configuration() -> str:
-    """Return the reference of the fields of a config, those in its sections last."""
+    """Write the reference of a config's fields, those of sections last."""
     from raafl.config.experiment import ABOUT, SECTIONS, Experiment
     from raafl.config.options import GROUPS
 
@@ -113,7 +113,7 @@ def configuration() -> str:
 
 
 def parts() -> str:
-    """Return the catalogue of parts by question."""
+    """Write the catalogue of parts, by the question that they answer."""
     from raafl.algorithms import ALGORITHMS
 
     made = {name: factory() for name, factory in ALGORITHMS.items()}
@@ -134,20 +134,20 @@ def parts() -> str:
 
 
 def described() -> str:
-    """Return what `raafl algorithms` lists of each method, as JSON."""
+    """Return the descriptions that `raafl algorithms` lists, as JSON."""
     from raafl.algorithms import ALGORITHMS
 
     return json.dumps([factory().describe() for factory in ALGORITHMS.values()], indent=1) + "\n"
 
 
 def with_settings(page: Path) -> str:
-    """Return a page with its tables of settings, and of all methods, as the code is."""
+    """Return a page's text with new tables of settings, and of all methods, made from the code."""
     text = _TABLE.sub(lambda found: f"{found[1]}\n{_methods()}\n\n{found[3]}", page.read_text())
     return _MARKED.sub(lambda found: f"{found[1]}\n{_settings(found[2].split(), found[3])}\n\n{found[4]}", text)
 
 
 def _methods() -> str:
-    """Return the table of all methods, with links to the pages that have their settings."""
+    """Return the table of all methods, with links to the pages that describe their settings."""
     from raafl.algorithms import ALGORITHMS
 
     pages = {
@@ -165,18 +165,16 @@ def _methods() -> str:
 
 
 def _settings(names: list[str], old: str) -> str:
-    """Return one table of the settings of factories.
+    """Return the table of the settings of factories; with several, a column says which have a setting.
 
-    Args:
-        names: the factories; with more than one, a column says which of them have a setting.
-        old: the table as the page has it, from which the symbols are taken.
+    `old`: the table on the page, from which the column of symbols is taken.
     """
     from docstring_parser import parse_from_object
 
     from raafl.algorithms import ALGORITHMS
 
     several = len(names) > 1
-    symbols: dict[tuple[str, str], str] = {}  # by setting and factory, so that they outlive a change of the texts
+    symbols: dict[tuple[str, str], str] = {}  # by setting and factory, so that symbols survive a change of the texts
     for line in old.splitlines():
         if len(cells := _cells(line)) > 3:
             having = names if len(cells) == 4 or cells[1] == "all" else re.findall(r"\w+", cells[1])
@@ -208,8 +206,8 @@ def _settings(names: list[str], old: str) -> str:
 
 
 def _shared(text: str) -> str:
-    """Return the text of a setting with a link in place of what settings of many methods say."""
-    plain = re.sub(r" \([^()]*\)(?=[,;:. ])", "", text)  # without the paper's symbol, which has a column of its own
+    """Replace what settings of many methods say in a text by a link."""
+    plain = re.sub(r" \([^()]*\)(?=[,;:. ])", "", text)  # without the paper's symbol, which has its own column
     for shared in _SHARED:
         if shared in text or shared in plain:
             link = _LINK + ("." if shared.endswith(".") else "")
@@ -218,12 +216,12 @@ def _shared(text: str) -> str:
 
 
 def _cells(line: str) -> tuple[str, ...]:
-    """Return the cells of a line of a table."""
+    """Split a line of a table into cells."""
     return tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1])
 
 
 def _classes(question: str, packages: tuple[str, ...]) -> Iterator[type]:
-    """Yield the public parts that answer a question, those that are abstract left out."""
+    """Yield the public, not abstract parts that answer a question."""
     from raafl.core import algorithm, local, sample
 
     base: Any = getattr({"Sample": sample, "Local": local}.get(question, algorithm), question)
@@ -246,13 +244,13 @@ def _attributes(record: type) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text of a docstring with values as YAML has them."""
+    """Convert values in a docstring's text to their form in YAML."""
     plain = {"``": "`", "None": "null", "True": "true", "False": "false"}
     return re.sub("|".join(plain), lambda found: plain[found[0]], text)
 
 
 def _value(value: Any) -> str:
-    """Return a default as YAML has it."""
+    """Format a default as in YAML."""
     shown = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
     return f"`{shown}`"
 
@@ -279,7 +277,7 @@ def _sentence(text: str) -> str:
 
 
 def trainer() -> str:
-    """Return the page on Trainers with its table of arguments as the code takes them."""
+    """Return the page on Trainers with its table of arguments made from the code."""
     from raafl.local.training_arguments import table
 
     marked = re.compile(r"(<!-- arguments -->\n)(.*?)(<!-- end of arguments -->)", re.S)
@@ -307,7 +305,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages, and the list of methods; with ``--check`` only say which are not as the code is, and return 1."""
+    """Write the pages and the list of methods; with ``--check`` only name those that differ, and return 1 if any does."""
     from raafl.algorithms import DESCRIBED
 
     written = {**{DOCS / name: page for name, page in PAGES.items()}, DESCRIBED: described}

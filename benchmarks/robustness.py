@@ -51,7 +51,7 @@ Attack = Callable[[FlatTensors, Differences], None]
 
 
 def opposite(own: FlatTensors, honest: Differences) -> None:
-    """Send -1 times the mean of the honest updates."""
+    """Send the mean of the round's honest updates, times -1."""
     for dtype, buffer in own.buffers.items():
         buffer.zero_()
         for one in honest:
@@ -59,7 +59,7 @@ def opposite(own: FlatTensors, honest: Differences) -> None:
 
 
 def large(own: FlatTensors, honest: Differences) -> None:
-    """Send a hundred times what was trained."""
+    """Send the own change times a hundred."""
     for buffer in own.buffers.values():
         buffer.mul_(100.0)
 
@@ -74,14 +74,14 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
 
 @dataclass(frozen=True)
 class Hostile(Wrapped):
-    """A merge, with all its guards, whose last ``num`` clients send what ``attack`` makes of their updates."""
+    """Merge, with all its guards, that gets altered updates: those of the last ``num`` clients are replaced by ``attack``."""
 
     num: int
     attack: Attack
     honest: Differences = field(default_factory=list)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Attack the update in place before it is checked; see `Merge.reject_reason`."""
+        """Alter the update in place, then check it as the wrapped merge does."""
         own = difference(state, update, spec, self.sends)
         if update.client <= CLIENTS - self.num:
             self.honest.append(own)
@@ -92,13 +92,13 @@ class Hostile(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Forget the round."""
+        """Merge, and delete the round's honest updates."""
         super().apply(state)
         self.honest.clear()
 
 
 def attacked(num: int, attack: Attack) -> Callable[..., Algorithm]:
-    """Make what assembles an algorithm with its guards, and its attackers before them."""
+    """Make a function that assembles an algorithm with its guards, and puts the attackers before them."""
 
     def assembled(*args: Any) -> Algorithm:
         algorithm = with_options(*args)
@@ -108,15 +108,7 @@ def attacked(num: int, attack: Attack) -> Callable[..., Algorithm]:
 
 
 def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int) -> Experiment:
-    """Describe one run; later clients are slower.
-
-    Args:
-        output: folder of the run.
-        guard: a key of `GUARDS`.
-        partition: a key of `PARTITIONS`.
-        seed: seed of the run.
-        rounds: merges.
-    """
+    """Describe one run, in which later clients are slower; ``guard``, ``partition``: keys of `GUARDS` and `PARTITIONS`."""
     from model_zoo import MLP
 
     devices = [Device(name=f"device-{i}", flops_per_s=1e8 / (1 + 0.1 * i)) for i in range(CLIENTS)]
@@ -138,15 +130,7 @@ def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int)
 
 
 def accuracy(guard: str, attack: str, partition: str, seed: int, rounds: int) -> float:
-    """Return the final accuracy of one run.
-
-    Args:
-        guard: a key of `GUARDS`.
-        attack: name of the attack.
-        partition: a key of `PARTITIONS`.
-        seed: seed of the run.
-        rounds: merges.
-    """
+    """Return the final accuracy of one run; ``guard``, ``partition``: keys of `GUARDS` and `PARTITIONS`, ``rounds``: merges."""
     assembled = attacked(*ATTACKS[attack])
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(setup, "with_options", assembled):
         summary, _ = simulate(experiment(Path(folder) / "run", guard, partition, seed, rounds))
@@ -158,15 +142,7 @@ CASES = (("iid", "honest"), ("iid", "opposite, 3 of 8"), ("iid", "large, 1 of 8"
 
 
 def row(partition: str, attack: str, guard: str, seeds: int = SEEDS, rounds: int = ROUNDS) -> Row:
-    """Run a guard against an attack with several seeds.
-
-    Args:
-        partition: a key of `PARTITIONS`.
-        attack: name of the attack.
-        guard: a key of `GUARDS`.
-        seeds: a run for each.
-        rounds: merges.
-    """
+    """Run a guard against an attack with ``seeds`` seeds; return the row."""
     values = [accuracy(guard, attack, partition, seed, rounds) for seed in range(seeds)]
     return {
         "partition": partition,

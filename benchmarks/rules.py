@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def older() -> Iterator[tuple[str, int, Path, str | None]]:
-    """Yield the name, the rules, the file and the variant of each committed comparison of older rules."""
+    """Yield name, rules, file and variant of each committed comparison that was made under older rules."""
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict) or not {"rows", "config"} <= {*result}:
@@ -40,7 +40,7 @@ def older() -> Iterator[tuple[str, int, Path, str | None]]:
 
 
 def seconds(run: Run, rules: int) -> tuple[str, list[float]]:
-    """Return the method of a run, and the virtual seconds of a task of the whole model on each client."""
+    """Return a run's method, and each client's virtual seconds for a task of the whole model."""
     experiment = parse(
         "simulate", [*with_paths(list(run.argv)), "--rules", str(rules), "--output", os.devnull]
     ).experiment
@@ -50,7 +50,7 @@ def seconds(run: Run, rules: int) -> tuple[str, list[float]]:
 
 
 def rows(only: str | None = None) -> list[Row]:
-    """Compare the first row of each method of each result; those whose data are not there are named."""
+    """Compare the first row of each method of each result; results whose data are missing are named."""
     return [row for one in older() if only in (None, one[0]) for row in _rows_of(*one)]
 
 

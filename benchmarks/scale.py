@@ -55,7 +55,7 @@ FEATURES, HIDDEN, CLASSES = 64, 32, 10
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """One simulated run of the benchmark."""
 
     algorithm: str
     concurrency: int | None
@@ -80,7 +80,7 @@ CASES = [
 
 
 class SmallData:
-    """A few random samples for each client: a data module, but for the base class, whose import weighs more than it."""
+    """Data module with a few random samples for each client, without the base class, whose import takes more memory."""
 
     def __init__(self, num: int) -> None:
         """Draw all samples."""
@@ -103,21 +103,21 @@ class SmallData:
 
 
 class Stopwatch(Executor):
-    """Trains in this process and notes when each training began and ended, on two clocks."""
+    """Executor that trains in this process and records when each training began and ended, on two clocks."""
 
     def __init__(self, inner: Executor) -> None:
-        """Time ``inner``."""
+        """Wrap the executor ``inner``."""
         self._inner = inner
         self.joined_bytes = 0
         self.began: list[tuple[float, float]] = []
         self.ended: list[tuple[float, float]] = []
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Pass the task on; see `Executor.submit`."""
+        """Pass the task to the wrapped executor."""
         self._inner.submit(assignment, snapshot, needed_at)
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Train, between two looks at the clocks."""
+        """Train, and read the clocks before and after."""
         self.joined_bytes = self.joined_bytes or status_bytes("VmRSS")
         self.began.append((time.perf_counter(), time.process_time()))
         update = self._inner.result(assignment_id, context)
@@ -125,7 +125,7 @@ class Stopwatch(Executor):
         return update
 
     def cancel(self, assignment_id: int) -> None:
-        """Hand the cancellation on."""
+        """Pass the cancellation on."""
         self._inner.cancel(assignment_id)
 
 
@@ -139,11 +139,11 @@ def make_algorithm(case: Case) -> Algorithm:
 
 
 def make_devices(case: Case) -> list[Device]:
-    """Return three speeds, on which the whole model takes 0.8, 1.6 and 4 virtual seconds, in ten rhythms each."""
+    """Return devices of three speeds, with 0.8, 1.6 and 4 virtual seconds for a task, each in ten rhythms of availability."""
     devices = []
     for kind in range(30):
         windows = None
-        if case.come_and_go:  # there for 15 s of every 20 s, from 0 s, 2 s, ... 18 s on
+        if case.come_and_go:  # present for 15 of every 20 s, beginning at 0 s, 2 s, ..., 18 s
             start = float(2 * (kind // 3))
             windows = ((start, start + 15.0),) if start <= 5 else ((0.0, start - 5.0), (start, 20.0))
         varying: dict[str, Any] = {"speed_jitter": 0.2, "speed_drift": 0.3, "drift_s": 60.0} if case.varies else {}
@@ -153,7 +153,7 @@ def make_devices(case: Case) -> list[Device]:
 
 
 def make_experiment(case: Case, folder: Path) -> Experiment:
-    """Return the run of a case."""
+    """Return the experiment of a case."""
     import_lightning()
     from model_zoo import CNN, MLP
 
@@ -176,7 +176,7 @@ def make_experiment(case: Case, folder: Path) -> Experiment:
 
 
 def measure(case: Case, folder: Path) -> Row:
-    """Do one run in this process and return its row."""
+    """Simulate one case in this process, and return its row."""
     torch.set_num_threads(1)
     experiment = make_experiment(case, folder)
     first_bytes, began = status_bytes("VmRSS"), time.perf_counter()
@@ -229,7 +229,7 @@ def _length(begin: tuple[float, float], end: tuple[float, float]) -> float:
 
 
 def events_between(folder: Path) -> list[int]:
-    """Count the coordinator's events from each update's arrival to the next one's."""
+    """Count the coordinator's events between each update's arrival and the next one's."""
     counts: list[int] = []
     for event in JournalReader(folder).written():
         if event["event"] == "arrived":
@@ -240,14 +240,10 @@ def events_between(folder: Path) -> list[int]:
 
 
 def edges_us(watch: Stopwatch, clock: int, events: list[int], edge: int, window: int) -> tuple[float, float]:
-    """Return the microseconds per event among the first and among the last updates, medians over windows.
+    """Compute microseconds per event at the beginning and at the end of a run, medians over windows.
 
-    Args:
-        watch: times of the updates.
-        clock: index of the clock to read.
-        events: number of events of each update.
-        edge: number of updates at each end.
-        window: updates in a window.
+    `clock`: index of the clock. `events`: number of events of each update. `edge`: updates at each end. `window`:
+    updates in a window.
     """
     gaps_us = [1e6 * (begin[clock] - end[clock]) for end, begin in zip(watch.ended, watch.began[1:], strict=False)]
 

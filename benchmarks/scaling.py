@@ -36,7 +36,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A workload: a config, options of it, and how many trainings."""
+    """A workload: a config with options, and the number of trainings."""
 
     name: str
     options: str
@@ -64,13 +64,7 @@ WAYS = (("one process", 1), ("workers", 2), ("ranks", 2), ("ranks", 4))
 
 
 def run(case: Case, way: str, num: int) -> Row:
-    """Run a case in one way, and return the summary.
-
-    Args:
-        case: to measure.
-        way: workers or ranks.
-        num: processes.
-    """
+    """Run a case by workers or over ranks (``way``), in ``num`` processes; return the summary."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num), "-m"] if way == "ranks" else []
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -99,14 +93,7 @@ def run(case: Case, way: str, num: int) -> Row:
 
 
 def once(key: str, case: Case, way: str, num: int) -> Row:
-    """Run a case, or return the result that an earlier start of this benchmark has stored.
-
-    Args:
-        key: key of the result.
-        case: to measure.
-        way: workers or ranks.
-        num: processes.
-    """
+    """Run a case, unless an earlier start of this benchmark has stored the result under ``key``."""
     known: Row = json.loads(RUNS.read_text()) if RUNS.exists() else {}
     if key not in known:
         summary = run(case, way, num)
@@ -118,11 +105,11 @@ def once(key: str, case: Case, way: str, num: int) -> Row:
 
 
 def rows() -> list[Row]:
-    """Return a row for each case and way."""
+    """Measure each case in each way; return the rows."""
     found = []
     for case in CASES:
         taken: dict[tuple[str, int], list[Row]] = {way: [] for way in WAYS}
-        for repeat in range(REPEATS):  # in turns, so that what else the machine does disturbs all alike
+        for repeat in range(REPEATS):  # in turns, so that other programs disturb all ways alike
             for way, num in WAYS:
                 key = f"{case.name}/{case.updates}/{way}/{num}/{repeat}"
                 taken[way, num].append(once(key, case, way, num))
@@ -130,7 +117,8 @@ def rows() -> list[Row]:
         (digest,) = {one["model_digest"] for one in taken["one process", 1]}
         for (way, num), summaries in taken.items():
             ratio = per_s[way, num] / per_s["one process", 1]
-            divided = 1 < num <= (os.cpu_count() or 1)  # more processes than cores say nothing of what is not divided
+            # with more processes than cores, the ratio says nothing about the undivided work
+            divided = 1 < num <= (os.cpu_count() or 1)
             serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if divided else None
             found.append(
                 {

@@ -27,7 +27,7 @@ BOUNDS = (0.8, 0.9, 0.95)
 
 
 def settings() -> Iterator[tuple[str, Experiment, np.ndarray]]:
-    """Yield each distinct setting of the shipped configs: its name, a config that has it, and the labels of its training set."""
+    """Yield each distinct setting of the shipped configs: name, a config that has it, and labels of its training set."""
     seen = set()
     for path in sorted(Path("configs").glob("*.yaml")):
         experiment = load_experiment(path)

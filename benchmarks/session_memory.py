@@ -24,23 +24,15 @@ CLIENTS = 4
 
 
 def rows(hidden: int = UNITS, clients: int = CLIENTS) -> list[Row]:
-    """Measure a server with all payloads in memory, and one with the default.
+    """Measure one server with all payloads in memory, and one with default settings.
 
-    Args:
-        hidden: units of the model, 300 bytes each.
-        clients: number of them.
+    `hidden`: units of the model, 300 bytes each. `clients`: number of clients.
     """
     return [measure(hidden, clients, options) for options in (["--payload_memory_bytes=null"], [])]
 
 
 def measure(hidden: int, clients: int, options: list[str]) -> Row:
-    """Return the growth of a server's memory for each client that joins after the first.
-
-    Args:
-        hidden: units of the model, 300 bytes each.
-        clients: number of them.
-        options: options of the server.
-    """
+    """Measure how much a server's memory grows for each client after the first; ``options``: options of the server."""
     with stage(clients, hidden=hidden, options=["--checkpoint_s=null", *options]) as on:
         on.ask("join 1 1")
         work(on, 2)
@@ -48,7 +40,7 @@ def measure(hidden: int, clients: int, options: list[str]) -> Row:
         on.ask(f"join 2 {clients}")
         with Peak(on.server) as peak:
             num_updates = work(on, 3 * clients)
-        on.server.kill()  # it would save its model first
+        on.server.kill()  # killed, since it would save its model first
         anonymous, mapped = ((most - first) / (clients - 1) for most, first in zip(peak.most, before, strict=True))
         return {
             "held": "in memory" if options else "in files",
@@ -61,7 +53,7 @@ def measure(hidden: int, clients: int, options: list[str]) -> Row:
 
 
 def work(on: Stage, num_updates: int) -> int:
-    """Let the clients work until they have sent so many updates; return their number."""
+    """Let the clients work until they have sent ``num_updates`` updates; return their number."""
     sent = 0
     while sent < num_updates:
         sent += json.loads(on.ask("play 2 0"))["num_updates"]
@@ -69,17 +61,16 @@ def work(on: Stage, num_updates: int) -> int:
 
 
 def resident(process: psutil.Process) -> tuple[int, int]:
-    """Return bytes of anonymous memory, and of mapped files, that a process has in memory."""
+    """Return the bytes of anonymous memory, and of mapped files, that a process has in memory."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     sizes = {line.partition(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
     return sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"]
 
 
 class Peak:
-    """Watch a process's memory within the context.
+    """Sample a process's memory within the block.
 
-    Attributes:
-        most: largest of each of `resident`.
+    `most`: largest values of `resident`.
     """
 
     def __init__(self, process: psutil.Process) -> None:
@@ -87,7 +78,7 @@ class Peak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Peak:
-        """Begin to watch."""
+        """Start to sample."""
         self._thread.start()
         return self
 

@@ -36,7 +36,7 @@ WIDTH, HEADS, UNITS = 128, 4, 512
 
 @dataclass(frozen=True)
 class Case:
-    """A model, by the share of its axes; ``batch`` is what a step of it takes."""
+    """A model as a function of the share of its axes; ``batch`` is the batch of a step."""
 
     whole: Callable[[], Any]
     by_hand: Callable[[float], Any]
@@ -47,7 +47,7 @@ class Case:
 
 
 class Attention(nn.Module):
-    """nanoGPT's, whose heads need not have the width of the model together."""
+    """nanoGPT's attention, but with heads whose total width may differ from the model's."""
 
     def __init__(self, width: int, heads: int, head: int) -> None:
         """Make the projections."""
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention` of a sequence with itself, likewise."""
+    """Self-attention like `nn.MultiheadAttention`, but with heads whose total width may differ from the model's."""
 
     def __init__(self, width: int, heads: int, head: int) -> None:
         """Make the projections."""
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """`nn.TransformerEncoderLayer` as it is by default, with that attention."""
+    """`nn.TransformerEncoderLayer` with its defaults and `SelfAttention`."""
 
     def __init__(self, width: int, heads: int, head: int, units: int) -> None:
         """Make the parts."""
@@ -104,7 +104,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An embedding, an encoder, a head."""
+    """Model of an embedding, an encoder and a head."""
 
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         """Make four layers."""
@@ -122,7 +122,7 @@ class Encoder(nn.Module):
 
 
 def _bert(rate: float) -> nn.Module:
-    """Make BERT, whose config has no other size of a head than width / heads: fewer are put there as they are pruned."""
+    """Make BERT and prune its heads, since its config only allows heads of width / number."""
     import transformers
 
     config = transformers.BertConfig(
@@ -179,7 +179,7 @@ def _cnn(rate: float) -> nn.Module:
 
 
 def _nano(width: int, length: int) -> Case:
-    """Make nanoGPT, whose code works sizes out: calls of the shrunk one are corrected as they are made."""
+    """Make nanoGPT; as its code computes sizes, calls of the shrunk model are corrected at run time."""
 
     def by_hand(rate: float) -> nn.Module:
         parts = (lambda w: Attention(w, int(rate * HEADS), w // HEADS), lambda w: Gated(w, int(rate * 4 * width)))
@@ -207,7 +207,7 @@ CASES = {
 
 
 def pair(case: Case, rate: float) -> tuple[nn.Module, nn.Module, Any]:
-    """Return a shrunk model and the one by hand, with the same values, and a batch."""
+    """Return a shrunk model, the hand-written one with the same values, and a batch."""
     torch.manual_seed(0)
     whole, batch = case.whole(), case.batch()
     submodels = Submodels(whole, batch)
@@ -221,7 +221,7 @@ def pair(case: Case, rate: float) -> tuple[nn.Module, nn.Module, Any]:
 
 
 def stepper(module: Any, batch: Any) -> Callable[[], float]:
-    """Return a function that takes a step and returns its CPU seconds."""
+    """Return a function that makes a training step and returns its CPU seconds."""
     module.train()
     module.log = module.log_dict = lambda *args, **kwargs: None
     optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9)

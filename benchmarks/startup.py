@@ -33,13 +33,10 @@ _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| ( *)(\S+)")
 
 
 def rows(ranks: int = 5, repeats: int = 5, options: Sequence[str] = (), timeout_s: float = 120.0) -> list[Row]:
-    """Start the run several times; return one row.
+    """Start the run ``repeats`` times; return one row.
 
-    Args:
-        ranks: 1 aggregator and its clients.
-        repeats: starts that are timed.
-        options: more options of `raafl fit`.
-        timeout_s: limit in seconds for each start.
+    `ranks`: one aggregator and its clients. `options`: further options of `raafl fit`. `timeout_s`: limit in seconds
+    for each start.
     """
     timed = [_times(ranks, options, timeout_s) for _ in range(repeats)]
     row: Row = {"ranks": ranks, "repeats": repeats}
@@ -82,7 +79,7 @@ def _command(ranks: int, output: Path, options: Sequence[str], torchrun: Sequenc
 def _started(
     command: Sequence[str], folder: Path, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in a process group of its own, which does not outlive the block; its output goes to a file."""
+    """Run a command within the block, in a process group that is killed at its end; the output goes to a file."""
     with (folder / _OUTPUT).open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -102,7 +99,7 @@ def _started(
 
 
 def _times(ranks: int, options: Sequence[str], timeout_s: float) -> dict[str, float]:
-    """Start once and watch the journal; return the seconds since the command."""
+    """Start a run once and read its journal; return the seconds since the command."""
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.perf_counter()
         with _started(_command(ranks, folder / "run", options), folder) as process:
@@ -146,7 +143,7 @@ def _output(folder: Path) -> str:
 
 
 class _Imports:
-    """What `python -X importtime` said of one process."""
+    """Imports of one process, as `python -X importtime` reports them."""
 
     def __init__(self, log: Path) -> None:
         matches = [m for line in log.read_text(errors="replace").splitlines() if (m := _IMPORT.match(line))]
@@ -155,12 +152,12 @@ class _Imports:
         self.seconds = sum(int(m[1]) for m in matches) / 1e6
 
     def found(self, packages: Sequence[str]) -> list[str]:
-        """Return which of ``packages`` were imported."""
+        """Return those of ``packages`` that the process has imported."""
         return sorted({name.partition(".")[0] for name in self.names} & set(packages))
 
 
 def _imports(ranks: int, options: Sequence[str], timeout_s: float) -> list[_Imports]:
-    """Return what rank 0 and rank 1 imported."""
+    """Return the imports of rank 0 and rank 1."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = _command(ranks, folder / "run", options, ("--redirects", "3", "--log-dir", f"{folder}/logs"))

@@ -25,7 +25,7 @@ import psutil
 from benchmarks.common import Row, main
 
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml")
-KEPT = 400  # connections that the attacker holds at a time
+KEPT = 400  # connections that the attacker keeps open at a time
 OPTIONS = (
     "--clients",
     "2",
@@ -43,13 +43,10 @@ OPTIONS = (
 
 
 def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str, Any]:
-    """Join as client 2 as often as possible, and return the counts of outcomes.
+    """Join as client 2 as often as possible, and count the outcomes.
 
-    Args:
-        address: ``HOST:PORT`` of the server.
-        folder: its certificates.
-        seconds: duration.
-        per_s: largest number of connections per second.
+    `address`: ``HOST:PORT`` of the server. `folder`: folder of the certificates. `seconds`: duration. `per_s`: most
+    connections per second.
     """
     from raafl.config.parse import parse
     from raafl.runtime.client.setup import ClientSetup
@@ -86,7 +83,7 @@ def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str,
 
 
 def dummy() -> tuple[str, socket.socket]:
-    """Return the address of a listener that hangs up on everybody, and its socket."""
+    """Open a listener that closes every connection at once; return its address and socket."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def run() -> None:
@@ -101,7 +98,7 @@ def dummy() -> tuple[str, socket.socket]:
 
 
 def arrivals(folder: Path, since: int) -> tuple[int, int]:
-    """Count the updates of client 1 in the journal from byte ``since``; return the count and the journal's size in bytes."""
+    """Count the updates of client 1 in the journal from byte ``since`` on; return the count and the journal's size in bytes."""
     with (folder / "events.jsonl").open("rb") as file:
         file.seek(since)
         data = file.read()
@@ -111,15 +108,7 @@ def arrivals(folder: Path, since: int) -> tuple[int, int]:
 
 
 def phase(address: str, folder: Path, server: psutil.Process, seconds: float, per_s: float) -> dict[str, Any]:
-    """Attack a server; return the honest client's rate and the server's threads and open files.
-
-    Args:
-        address: ``HOST:PORT`` of the server.
-        folder: folder of its run.
-        server: its process.
-        seconds: duration.
-        per_s: largest number of connections per second.
-    """
+    """Attack a server; return the honest client's update rate, and the server's threads and open files."""
     command = [sys.executable, "-m", "benchmarks.storm", "--attack", address, str(folder.parent / "certs")]
     command += [str(seconds + 1), str(per_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
@@ -149,16 +138,13 @@ def _wait_for_work(folder: Path) -> None:
 
 
 def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
-    """Return a row for each phase, the listener's and the server's in turn, and one that compares them.
+    """Measure phases of attacks on a bare listener and on the server, in turn; return a row for each, and one that compares.
 
-    Args:
-        pairs: phases against a bare listener, and as many against the server, in turn.
-        seconds: duration of a phase.
-        per_s: largest number of connections per second.
+    `pairs`: phases of each kind. `seconds`: duration of a phase. `per_s`: most connections per second.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     raafl = [sys.executable, "-m", "raafl"]
-    from benchmarks.wire import certify  # it imports torch, which the attacker's process does not need
+    from benchmarks.wire import certify  # imported here: it imports torch, which the attacker's process must not
 
     with tempfile.TemporaryDirectory() as scratch, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         listener.set_inheritable(True)
@@ -187,7 +173,7 @@ def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the honest client's rate under a storm over that without one, of the medians."""
+    """Compute the honest client's rate during a storm divided by that without one, from medians."""
     rates = {
         name: statistics.median(row["updates_per_s"] for row in rows if row["attacked"] == name)
         for name in ("a listener", "the server")
@@ -196,13 +182,7 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rows(pairs: int = 3, seconds: float = 5.0, per_s: float = 200.0) -> list[Row]:
-    """Start a server and measure it; see `benchmarks.storm.measure`.
-
-    Args:
-        pairs: phases against a bare listener, and as many against the server, in turn.
-        seconds: duration of a phase.
-        per_s: largest number of connections per second.
-    """
+    """Start a server and measure it; see `benchmarks.storm.measure`."""
     return measure(pairs, seconds, per_s)
 
 

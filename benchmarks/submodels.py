@@ -58,7 +58,7 @@ ALL, QUICK = ("vit-tiny", "bert-small", "cnn"), ("vit-mini", "mlp")
 
 @dataclass(frozen=True)
 class Case:
-    """One submodel of one workload."""
+    """One submodel of a workload."""
 
     model: str
     rate: float
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def work(self) -> Workload:
-        """The workload."""
+        """Workload of the case."""
         return WORKLOADS[self.model]
 
 
@@ -88,17 +88,12 @@ def rows(
 ) -> list[Row]:
     """Measure every model and return a row for each submodel.
 
-    Args:
-        models: names of workloads.
-        rates: rates of the submodels.
-        turns: repeats of a measurement; None = as many as the clock needs.
-        threads: that torch may use.
-        resident: measure resident memory, too, each in a process of its own; else the needed memory alone.
-        kept: a key of `HEAPS`.
+    `models`: names of workloads. `turns`: repeats of a measurement; None = as many as the clock needs. `threads`:
+    threads of torch. `resident`: also measure resident memory, each in a process of its own. `kept`: a key of `HEAPS`.
     """
     found: list[Row] = []
     timed = {}
-    for model in models:  # first all that wants a calm machine
+    for model in models:  # first everything that needs an idle machine
         given = [] if turns is None else ["--turns", str(turns)]
         timed[model] = in_process(
             "submodels", ["--time", model, "--rates", *map(str, rates), *given, "--heap", kept], threads
@@ -132,13 +127,9 @@ def _with_ratios(row: Row, full: Row) -> Row:
 
 
 def time_steps(model: str, rates: Sequence[float], turns: int | None, clock: Callable[[], float]) -> list[Row]:
-    """Return a row for each submodel of a model, without its memory.
+    """Time the steps of a model's submodels; return a row for each, without its memory.
 
-    Args:
-        model: name of the workload.
-        rates: rates of the submodels.
-        turns: repeats of a measurement; None = as many as the clock needs.
-        clock: returns seconds.
+    `turns`: repeats; None = as many as the clock needs. `clock`: returns seconds.
     """
     from raafl.devices.measure import Probes
 
@@ -196,14 +187,7 @@ def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float,
 
 
 def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_steps: int) -> list[Row]:
-    """Measure submodels in this process, relative to the whole model, and as predicted; on a GPU with its allocator's peak.
-
-    Args:
-        models: names of workloads.
-        rates: rates of the submodels.
-        device: that computes.
-        num_steps: steps of each measurement.
-    """
+    """Measure submodels in this process, relative to the whole model, beside predictions; on a GPU with its allocator's peak."""
     import torch
 
     from raafl.devices.measure import Probes
@@ -220,7 +204,7 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
         spec = spec_of(submodels, case.rate, case.window)
         values, trainer, before = values_of(submodels.layout(spec)), client.make(submodels), 0
         if on_gpu:
-            gc.collect()  # what the last task left in cycles would be freed in this one, and hide its memory
+            gc.collect()  # otherwise garbage of the last task, freed during this one, would hide some of its memory
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
         steps = client.train(trainer, spec, values, num_steps)[1]
@@ -256,15 +240,16 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
 
 
 def peak_bytes(case: Case) -> int:
-    """Return the memory that a task of this submodel takes, measured in this process, which does nothing else."""
+    """Measure the memory that a task of this submodel takes in this process, which does nothing else."""
     client = client_of(case.work, time.perf_counter)
     submodels = submodels_of(case.work)
     spec = spec_of(submodels, case.rate, case.window)
     trainer, layout = client.make(submodels), submodels.layout(spec)
     gc.collect()
-    malloc.give_back(0)  # or what the warm-up has freed would serve the task
+    malloc.give_back(0)  # otherwise the task could use memory that the warm-up has freed
     before_bytes = forget_peak()
-    client.train(trainer, spec, values_of(layout), 2)  # from the second step on everything is there
+    # two steps: from the second on, all of a step's memory is allocated
+    client.train(trainer, spec, values_of(layout), 2)
     return status_bytes("VmHWM") - before_bytes
 
 

@@ -35,30 +35,27 @@ _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of t
 _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+))?")
 
 
-# Columns of a comparison that a page shows; a marker adds others (`; also: MB, utilisation`).
+# columns of a comparison that a page shows; a marker adds others (`; also: MB, utilisation`)
 _SHOWN = ("row", "settings", "published")
 _RULES = ROOT / "benchmarks" / "results" / "rules.json"
 
 
 def _wrapped(text: str) -> str:
-    """Break a sentence into lines under 120 characters."""
+    """Wrap a sentence to lines under 120 characters."""
     return "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
 
 
 def markdown(table: Cells) -> str:
-    """Return a table as Markdown."""
+    """Format a table as Markdown."""
     lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in table]
     return "\n".join([lines[0], "| " + " | ".join("---" for _ in table[0]) + " |", *lines[1:]])
 
 
 def written(result: dict[str, Any], source: str, also: str = "", up: str = "../../") -> str:
-    """Return a result as text for a page: its source, the table, and the rows that were not run.
+    """Format a comparison's result for a page: source, table, and rows that were not run.
 
-    Args:
-        result: a comparison's result.
-        source: the file of the result, from the root.
-        also: titles of columns, separated by commas, beside those that each page shows.
-        up: the way from the page's folder to the root.
+    `source`: file of the result, from the root. `also`: titles of additional columns, separated by commas. `up`: path
+    from the page's folder to the root.
     """
     seeds = max(len(row["seeds"]) for row in result["rows"])
     seeds_shown = f"Means over {seeds} seeds" if seeds > 1 else "One seed"
@@ -72,7 +69,7 @@ def written(result: dict[str, Any], source: str, also: str = "", up: str = "../.
 
 
 def _since(result: dict[str, Any]) -> list[str]:
-    """Return a sentence on the distance of evaluations that the comparison's file has now, if the result is from before."""
+    """Return a sentence on the present interval of evaluations, if the result is older than it."""
     file, variant = paper_file(result["name"])
     if result.get("eval_every") is not None or not (ROOT / file).is_file():
         return []
@@ -81,7 +78,7 @@ def _since(result: dict[str, Any]) -> list[str]:
 
 
 def _chosen_cells(result: dict[str, Any], also: str) -> Cells:
-    """Return the columns of a comparison that a page shows; a difference that is shown to be one is bold."""
+    """Select the columns of a comparison that a page shows; a difference whose interval excludes 0 is bold."""
     table, metric = cells(result), result["metric"]
     wanted = {*_SHOWN, metric, *(title.strip() for title in also.split(","))}
     prefixes = ("minus ", "s to ")
@@ -100,7 +97,7 @@ def _chosen_cells(result: dict[str, Any], also: str) -> Cells:
 
 
 def _measured(file: str, result: dict[str, Any]) -> str:
-    """Return a sentence on the command, the day, the machine and the commit of a result."""
+    """Return a sentence on a result's command, day, machine and commit."""
     made = f"{machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
     rules = recorded_revision(result)
     made += "" if rules == CURRENT else f", `rules: {rules}`{_moved(result['name'], rules)}"
@@ -108,7 +105,7 @@ def _measured(file: str, result: dict[str, Any]) -> str:
 
 
 def _moved(name: str, rules: int) -> str:
-    """Say whether tasks take as long by the present rules as by those of a result, as `benchmarks.rules` found; "" = not known."""
+    """Return a sentence on whether tasks take as long under the present rules as under a result's; "" = not known."""
     rows = json.loads(_RULES.read_text(encoding="utf-8"))["rows"]
     found = [row["moved"] for row in rows if (row["result"], row["rules"]) == (name, rules)]
     if not found or None in found:
@@ -130,9 +127,9 @@ def _file_of(name: str) -> str:
 
 
 def task_of(result: dict[str, Any], task: str) -> str:
-    """Return the times to the first target of a task of a grid, methods by fleets, and what the intervals show of each fleet."""
+    """Format a grid's times to the first target for a task, methods by fleets, with what the intervals show for each fleet."""
     beside = ""
-    if len(result["methods"]) == 1:  # a row that was added to the grid
+    if len(result["methods"]) == 1:  # a row that was measured later, on its own
         small = load_grid(RESULT)
         beside = (
             f"\nThe rows beside {', '.join(result['methods'])}: {_measured('benchmarks/unequal/small.yaml', small)}"
@@ -162,7 +159,7 @@ def task_of(result: dict[str, Any], task: str) -> str:
 
 
 def _shown_of(cell: dict[str, Any]) -> str:
-    """Return a sentence on which rows of a cell were later than its first one in each pair of runs."""
+    """Return a sentence on which rows of a cell were later than the first in every pair of runs."""
     behind = {row["row"]: row["behind"] for row in cell["rows"] if row["behind"] is not None}
     if not behind:
         return "no method reached the target."
@@ -179,7 +176,7 @@ def _shown_of(cell: dict[str, Any]) -> str:
 
 
 def _over_fleets(cells: list[dict[str, Any]]) -> str:
-    """Return what ranks show over all fleets of a task: each method beside the one that the others are compared with."""
+    """Format the rank tests over all fleets of a task, each method beside the baseline."""
     reference = cells[0]["reference"]
     tests = overall(cells, reference)
     head = ["over all fleets", f"sooner than {reference}, of all pairs of runs", "p", "shown"]
@@ -197,7 +194,7 @@ def _over_fleets(cells: list[dict[str, Any]]) -> str:
 
 
 def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
-    """Return the table of a benchmark's result with the columns and rows that an entry of tables.yaml asks for."""
+    """Format a benchmark's result as a table, with the columns and rows that an entry of tables.yaml selects."""
     columns = [_column(text) for text in parts["columns"].split(", ")]
     wanted = [text.split("=", 1) for text in parts["where"].split(", ")] if "where" in parts else []
     rows = [row for row in result["rows"] if all(str(row.get(key)) == value for key, value in wanted)]
@@ -234,7 +231,7 @@ def _shown(row: dict[str, Any], column: dict[str, str]) -> str:
 
 
 def _corrected(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result with tests by the present rules, computed from its runs where an older version wrote it."""
+    """Return a result whose tests are computed by the present rules from its runs, if an older version wrote it."""
     if "cells" in result:
         return anew(result)
     rows = result["rows"] if isinstance(result.get("rows"), list) else []
@@ -245,7 +242,7 @@ def _corrected(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def renewed(text: str, up: str = "../../") -> str:
-    """Return the text of a page with each of its tables made anew; ``up`` leads from the page's folder to the root."""
+    """Return a page's text with each of its tables made anew; ``up`` leads from the page's folder to the root."""
     named = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
     def anew(found: re.Match[str]) -> str:
@@ -263,17 +260,17 @@ def renewed(text: str, up: str = "../../") -> str:
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have tables."""
+    """List the pages that may have tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def renewed_page(page: Path) -> str:
-    """Return the text of a page of this project with each of its tables made anew."""
+    """Return the text of one of this project's pages with each of its tables made anew."""
     return renewed(page.read_text(), "../" * (len(page.relative_to(ROOT).parts) - 1))
 
 
 def main() -> int:
-    """Write the pages; with --check only name those that differ, and return 1 where any does."""
+    """Write the pages; with --check only name those that differ, and return 1 if any does."""
     stale = [page for page in pages() if renewed_page(page) != page.read_text()]
     for page in stale:
         print(f"{page.relative_to(ROOT)}: {'differs from its results' if '--check' in sys.argv else 'written'}")

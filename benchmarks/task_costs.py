@@ -19,12 +19,7 @@ from tests.helpers.counted_task import CASES, MODELS, case
 
 
 def rows(models: Sequence[str] = tuple(MODELS), methods: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield a row for each method and model.
-
-    Args:
-        models: names of models.
-        methods: names of methods; None = all.
-    """
+    """Yield a row for each method and model; ``methods`` None = all."""
     torch.set_num_threads(1)
     for name, model, share in sorted(CASES, key=lambda one: (list(MODELS).index(one[1]), -one[2])):
         if model in models and (methods is None or name in methods):

@@ -14,9 +14,9 @@ from raafl.lab.compare.grid_result import add_rows, load_grid
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, PICTURE = ROOT / "benchmarks/results/unequal-small.json", ROOT / "docs/images/unequal.svg"
-ADDED = ROOT / "benchmarks/results/unequal-fed-raa.json"  # by the rules of the others, `--rules 1`
+ADDED = ROOT / "benchmarks/results/unequal-fed-raa.json"  # measured by the rules of the other rows, `--rules 1`
 LEFT, ROW, HEAD, TOP, GAP = 152.0, 23.0, 76.0, 62.0, 22.0
-LONGEST = 4.0  # times the fastest at which a bar ends
+LONGEST = 4.0  # multiple of the fastest time at which a bar is cut off
 TASKS = {
     "mnist-mlp": "A small network learns handwritten digits, up to an accuracy of {target:.0%}",
     "shakespeare-llama": "A small language model learns Shakespeare, down to a loss of {target:g}",
@@ -30,10 +30,9 @@ MACHINES = {
 
 
 def cell_text(behind: Mapping[str, Any] | None) -> tuple[str, float]:
-    """Return the text of a cell, and the length of its bar, from 0 to 1.
+    """Return the text of a cell, and the length of its bar from 0 to 1.
 
-    Args:
-        behind: behind of the row, see `raafl.lab.compare.grid_result.standings`; None = no row of the cell reached the target.
+    `behind`: that field of the row, see `raafl.lab.compare.grid_result`; None = no row of the cell reached the target.
     """
     if behind is None or not behind["reached"]:
         return "never", 0.0
@@ -44,7 +43,7 @@ def cell_text(behind: Mapping[str, Any] | None) -> tuple[str, float]:
 
 
 def draw(whole: Mapping[str, Any]) -> str:
-    """Return the figure as SVG."""
+    """Draw the figure as SVG."""
     tasks, fleets, methods = list(whole["tasks"]), list(whole["fleets"]), list(whole["methods"])
     rows = {(cell["task"], cell["fleet"], row["row"]): row for cell in whole["cells"] for row in cell["rows"]}
     width, block = (WIDTH - LEFT) / len(fleets), HEAD + ROW * len(methods) + GAP
@@ -80,7 +79,7 @@ def draw(whole: Mapping[str, Any]) -> str:
 
 
 def _bar(picture: Picture, x: float, y: float, room: float, label: str, row: Mapping[str, Any] | None) -> None:
-    """Draw a method's bar at (x, y), at most `room` long, and its text beside it."""
+    """Draw a method's bar at (x, y), at most ``room`` long, and its text beside it."""
     text, length = ("not run", 0.0) if row is None else cell_text(row["behind"])
     best = row is not None and row["behind"] is not None and row["behind"]["of"] == label
     if length:
@@ -90,12 +89,12 @@ def _bar(picture: Picture, x: float, y: float, room: float, label: str, row: Map
 
 
 def beside_grid(added: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a row that was added to the grid, with the rows of the committed result below it."""
+    """Put a row that was measured later above the rows of the committed result."""
     return add_rows(added, RESULT) | {"methods": added["methods"] | load_grid(RESULT)["methods"]}
 
 
 def whole() -> dict[str, Any]:
-    """Return the committed result with the row that was added to it."""
+    """Return the committed result with the row that was measured later."""
     return beside_grid(load_grid(ADDED))
 
 

@@ -37,9 +37,9 @@ NUM_UPDATES = 32
 
 
 class Trace:
-    """Record of a call: the files of raafl that it entered, and its switches from file to file.
+    """Record of an event: the files of raafl that it entered, and its switches from file to file.
 
-    ``files`` has the calls into each file, ``switches`` those from another file, by both files and the function's name.
+    `files`: calls into each file. `switches`: calls from another file, by both files and the function's name.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Trace:
         self._stack: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        """Record a call or a return; for `sys.setprofile`."""
+        """Record a call or a return; the signature is that for `sys.setprofile`."""
         name = frame.f_code.co_filename
         if not name.startswith(PACKAGE):
             return
@@ -68,7 +68,7 @@ class Trace:
         return both
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of files, and of switches."""
+        """Return the number of files, and the number of switches."""
         return len(self.files), self.switches.total()
 
 
@@ -97,7 +97,7 @@ def traces(num_updates: int = NUM_UPDATES) -> dict[str, list[Trace]]:
 
 @contextmanager
 def _watched(found: dict[str, list[Trace]]) -> Iterator[None]:
-    """Trace the events of simulations within this context into ``found``."""
+    """Record a trace of each event of the simulations within the block in ``found``."""
     from raafl.runtime.simulation import Simulation
 
     tell, trained = Simulation.tell, Simulation.trained
@@ -124,7 +124,7 @@ def _watched(found: dict[str, list[Trace]]) -> Iterator[None]:
 
 
 def typical(kind: str, events: list[Trace]) -> Trace:
-    """Return the trace of a kind with the median of switches in the second half; of joins the longest."""
+    """Select the trace with the median number of switches in the second half of a kind's events; of joins the longest."""
     ordered = sorted(events if kind == "join" else events[len(events) // 2 :], key=Trace.counts)
     return ordered[-1 if kind == "join" else len(ordered) // 2]
 
@@ -136,7 +136,7 @@ def rows(num_updates: int = NUM_UPDATES) -> list[Row]:
 
 
 def listed(kind: str) -> str:
-    """Return the switches of the typical event of a kind, one a line: how often, from where, to which function."""
+    """List the switches of a kind's typical event, one a line: how often, from where, to which function."""
     switches = typical(kind, traces()[kind]).switches.most_common()
     return "\n".join(f"{num:5}  {source or 'start'} -> {target} {name}" for (source, target, name), num in switches)
 

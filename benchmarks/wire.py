@@ -52,17 +52,15 @@ dist: Any = _distributed
 
 
 def rows() -> list[Row]:
-    """Measure with a second process as the client, and the memory of a session."""
+    """Measure round trips with a second process as the client, and the memory of a TLS session."""
     return [*trips(), sessions()]
 
 
 def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None = None) -> list[Row]:
     """Measure round trips with a second process as the client.
 
-    Args:
-        device: device of the tensors of Gloo and TCP connections.
-        sizes: repeats for each number of bytes.
-        only: the one transport that is measured beside the raw transfer; None = all.
+    `device`: device of the tensors over Gloo and TCP. `sizes`: repeats by number of bytes. `only`: the one transport to
+    measure beside the raw transfer; None = all.
     """
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +85,7 @@ def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None =
 
 
 def sessions(number: int = 100) -> Row:
-    """Return the memory that TLS sessions hold, both ends together, after a message each way."""
+    """Measure the memory of TLS sessions, both ends together, after a message each way."""
     admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         certify(Path(folder))
@@ -113,7 +111,7 @@ def sessions(number: int = 100) -> Row:
 
 
 def certify(folder: Path) -> None:
-    """Make an authority, and certificates of a server of this machine and of a site."""
+    """Create an authority, and certificates of a server on this machine and of a site."""
     authority = Authority.create(folder, "benchmark")
     authority.issue_server([_HOST])
     authority.sign(request(folder, "site"))
@@ -124,7 +122,7 @@ def _files(folder: str, name: str) -> TlsFiles:
 
 
 def pinned_s(num_bytes: int, device: str) -> float:
-    """Time a copy of so many bytes from a GPU to pinned memory and back: what staging cannot do without."""
+    """Time a copy from a GPU to pinned memory and back, which staging cannot avoid."""
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     there, taken = host.to(device), []
     for _ in range(4):
@@ -137,7 +135,7 @@ def pinned_s(num_bytes: int, device: str) -> float:
 
 
 def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
-    """Count copies, bytes and waits of a task between two emulated GPUs, whose payload each way has so many pieces."""
+    """Count copies, bytes and waits of a task between two emulated GPUs, whose payload has ``pieces`` pieces each way."""
     import pytest
 
     from raafl.transport import frames
@@ -218,7 +216,7 @@ def _run(
         for repeat, (name, step) in itertools.product(range(-2, repeats), steps.items()):
             start, busy = time.perf_counter(), time.process_time()
             step()
-            if repeat >= 0:  # the first two warm up
+            if repeat >= 0:  # the first two repeats are the warm-up
                 times[name].append(time.perf_counter() - start)
                 cpu.setdefault((num_bytes, "raw gloo" if name == "raw" else name), []).append(
                     time.process_time() - busy
@@ -258,7 +256,7 @@ def _raw_tcp_trip(sock: socket.socket, num_bytes: int, server: bool) -> Callable
 
 
 def _tcp_pairs(store: Any, server: bool, folder: str) -> dict[str, Connection]:
-    """Return this end's pairs through a door: within a machine, and over TLS."""
+    """Connect this end's connections through a listener: one within the machine, and one over TLS."""
     token, pairs = LocalToken(bytes(32)), dict[str, Connection]()
     for name, certified in (("tcp", False), ("tls", True)):
         if not server:

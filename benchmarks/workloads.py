@@ -1,4 +1,4 @@
-"""Models and batches of the benchmarks of single steps, and a client that trains their submodels as raafl's do."""
+"""Define models and batches for benchmarks of single steps, and a client that trains their submodels as raafl's clients do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from typing import Any
 class Workload:
     """A model, a tiny one of the same kind, and a batch.
 
-    Attributes:
-        make: returns the model; with True the tiny one.
-        batch: returns so many random samples.
-        batch_size: samples per step.
-        windows: windows of the submodels below rate 1.
+    `make`: makes the model, with True the tiny one. `batch`: draws a number of samples. `batch_size`: samples per step.
+    `windows`: windows of the submodels below rate 1.
     """
 
     make: Callable[[bool], Any]
@@ -92,10 +89,7 @@ WORKLOADS = {
 def spec_of(submodels: Any, rate: float, window: str) -> Any:
     """Return the submodel that keeps sqrt(rate) of every axis and of the blocks, at least one of each.
 
-    Args:
-        submodels: submodels of the model.
-        rate: share of the parameters; 1 = the whole model.
-        window: blocks that train, "bottom" or "top"; used for models with stacks of blocks.
+    `window`: blocks that train, "bottom" or "top", of a model with a stack of blocks.
     """
     from raafl.submodel import FULL, Spec, depth_window
 
@@ -112,7 +106,7 @@ def spec_of(submodels: Any, rate: float, window: str) -> Any:
 
 
 def submodels_of(work: Workload, tiny: bool = False) -> Any:
-    """Return the submodels of a workload's model, or of the tiny one of its kind."""
+    """Return the submodels of a workload's model, or of its tiny model."""
     from raafl.submodel import Submodels, skeleton
 
     with skeleton():
@@ -121,7 +115,7 @@ def submodels_of(work: Workload, tiny: bool = False) -> Any:
 
 
 def values_of(layout: Any) -> Any:
-    """Return values with which a step is an ordinary one."""
+    """Draw small random values, with which a training step takes its usual time."""
     from raafl.submodel import FlatTensors
 
     flat = FlatTensors.zeros(layout)
@@ -132,10 +126,10 @@ def values_of(layout: Any) -> Any:
 
 
 class Client:
-    """Trains tasks on one client's data as raafl does, and notes when each step begins."""
+    """Client that trains tasks on its data as raafl does, and records when each step begins."""
 
     def __init__(self, work: Workload, data: Any, clock: Callable[[], float], options: Any = None) -> None:
-        """Take over the data; ``make`` returns a trainer of a model's submodels, with Fabric's ``options``."""
+        """Store the client's data; ``options``: Fabric's options."""
         from raafl.core.algorithm import Local, Training
         from raafl.data.federated import ClientData
         from raafl.local.train import LocalTrainer
@@ -158,14 +152,7 @@ class Client:
         )
 
     def train(self, trainer: Any, spec: Any, received: Any, num_steps: int) -> tuple[float, list[float]]:
-        """Run one task; return the seconds before its first step, and of each step.
-
-        Args:
-            trainer: trainer of this process.
-            spec: spec of the submodel.
-            received: its values.
-            num_steps: number of steps of the task.
-        """
+        """Run one task of ``num_steps``; return the seconds before its first step, and those of each step."""
         from raafl.core.types import Assignment
 
         self.marks.clear()
@@ -189,13 +176,7 @@ class Client:
 
 
 def client_of(work: Workload, clock: Callable[[], float], options: Any = None) -> Client:
-    """Make a client with its data, in a process that has trained a tiny model.
-
-    Args:
-        work: the workload.
-        clock: returns seconds.
-        options: options of Fabric.
-    """
+    """Make a client with its data, in a process that has trained a tiny model; ``options``: Fabric's options."""
     import torch
     from torch.utils.data import TensorDataset
 

@@ -39,11 +39,8 @@ REPEATS = int(os.environ.get("RAAFL_PEERS_REPEATS", "1"))
 class Way:
     """One way to run a workload.
 
-    Attributes:
-        peer: module `with_PEER` and environment.
-        package: distribution whose version is reported.
-        way: argument of the module: what is run.
-        label: name in the table.
+    `peer`: the module `with_PEER`, and the peer's environment. `package`: distribution whose version is reported.
+    `way`: argument of the module. `label`: name in the table.
     """
 
     peer: str
@@ -53,7 +50,7 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """Return sync or async."""
+        """Whether the way is synchronous or asynchronous: sync or async."""
         return "async" if self.way.startswith("async") else "sync"
 
 
@@ -75,15 +72,10 @@ WAYS = (
 
 
 def cpu_seconds(command: Sequence[str | Path], folder: Path, limit_s: float = LIMIT_S) -> tuple[float, str]:
-    """Run a command and wait for all processes that it started; return their CPU seconds and its output.
+    """Run a command and all processes that it starts to their end; return their CPU seconds and its output.
 
-    Args:
-        command: program and arguments.
-        folder: working folder.
-        limit_s: seconds after which a `subprocess.TimeoutExpired` is raised.
-
-    Raises:
-        RuntimeError: the command failed; the message has the end of its output.
+    `folder`: working directory. Raises `subprocess.TimeoutExpired` after ``limit_s`` seconds, and RuntimeError with the
+    end of the output if the command fails.
     """
     seconds = folder / "cpu-seconds"
     settings = {
@@ -115,7 +107,7 @@ def cpu_seconds(command: Sequence[str | Path], folder: Path, limit_s: float = LI
 
 
 def interpreter(peer: str) -> Path | None:
-    """Return the Python of a peer's environment, or None where it is not installed."""
+    """Return the Python of a peer's environment; None if it is not installed."""
     if peer == "raafl":
         return Path(sys.executable)
     path = Path(os.environ.get("RAAFL_PEERS", "peers")).resolve() / peer / "bin" / "python"
@@ -123,13 +115,7 @@ def interpreter(peer: str) -> Path | None:
 
 
 def measure(work: Workload, one: Way, python: Path) -> Row:
-    """Return a row: the CPU time of a training, by the least of `REPEATS` short runs and the least of as many long ones.
-
-    Args:
-        work: the workload.
-        one: what is run.
-        python: interpreter of the peer's environment.
-    """
+    """Measure the CPU time of a client's training: the difference of a short and a long run, each the least of `REPEATS`."""
 
     def run(rounds: int) -> tuple[float, int]:
         with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +153,7 @@ def _version(python: Path, package: str) -> str:
 
 
 def rows() -> list[Row]:
-    """Measure every installed peer, and put beside each how many times raafl's time it takes; one that fails is left out."""
+    """Measure every installed peer beside raafl; peers that fail are left out."""
     found = []
     for work, one in itertools.product(WORKLOADS.values(), WAYS):
         python = interpreter(one.peer)

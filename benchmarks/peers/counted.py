@@ -1,8 +1,8 @@
 """Run a command, wait for every process that it started, and write their CPU seconds to a file.
 
-    python -m benchmarks.peers.counted FILE COMMAND...
+python -m benchmarks.peers.counted FILE COMMAND...
 
-A program of its own, since it waits for all of its children.
+It is a program of its own because it waits for all of its children.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(file: str, command: list[str]) -> int:
-    """Return the command's exit code once it and its descendants have ended.
-
-    Args:
-        file: path of the text file for the seconds.
-        command: program and arguments.
-    """
-    # orphans become children of this process, so that the kernel adds their seconds when they are waited for
+    """Run ``command``, write the CPU seconds to ``file``, and return the exit code once all descendants have ended."""
+    # orphans become children of this process, so that the kernel adds up their seconds
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     code = subprocess.run(command, check=False).returncode
     while True:

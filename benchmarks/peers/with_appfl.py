@@ -13,17 +13,15 @@ from benchmarks.peers.workload import BATCH, LR, Net, Workload, client_samples, 
 
 
 def accuracy(labels: Any, logits: Any) -> float:
-    """Return the share of right answers, which APPFL's trainer asks for."""
+    """Compute the share of correct predictions, as APPFL's trainer requires."""
     return float((logits.argmax(1) == labels).mean())
 
 
 def federation(work: Workload, server: dict[str, Any], optimize_memory: bool) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Return the server, the clients and their profiles (four kinds of speed).
+    """Make the server, the clients and their profiles with four kinds of speed.
 
-    Args:
-        work: the workload.
-        server: settings of the server.
-        optimize_memory: APPFL's setting of this name, which collects garbage several times a training.
+    `server`: settings of the server. `optimize_memory`: APPFL's setting, with which it collects garbage several times
+    in each training.
     """
     appfl, configs, vsim, omega = (
         importlib.import_module(name) for name in ("appfl.agent", "appfl.config", "appfl.vsim", "omegaconf")
@@ -73,7 +71,7 @@ def federation(work: Workload, server: dict[str, Any], optimize_memory: bool) ->
 
 
 def sync_of(optimize_memory: bool) -> Any:
-    """Return the synchronous run with a value of `optimize_memory`."""
+    """Make a function for the synchronous run with a value of `optimize_memory`."""
 
     def sync(work: Workload, rounds: int) -> None:
         vsim = importlib.import_module("appfl.vsim")
@@ -93,7 +91,7 @@ def sync_of(optimize_memory: bool) -> Any:
 
 
 def async_of(optimize_memory: bool) -> Any:
-    """Return the run of FedAsync with a value of `optimize_memory`."""
+    """Make a function for the run of FedAsync with a value of `optimize_memory`."""
 
     def asynchronous(work: Workload, rounds: int) -> None:
         vsim = importlib.import_module("appfl.vsim")

@@ -12,10 +12,10 @@ from benchmarks.peers.workload import BATCH, LR, Net, Workload, client_samples, 
 
 
 class Models:
-    """BlazeFL's selector of models: the one of the workload."""
+    """BlazeFL's selector of models, which has only the workload's."""
 
     def __init__(self, work: Workload) -> None:
-        """Keep the workload."""
+        """Store the workload."""
         self.work = work
 
     def select_model(self, model_name: str) -> nn.Module:
@@ -31,19 +31,12 @@ class Data:
         self.clients = [TensorDataset(*pair) for pair in client_samples(work)]
 
     def get_dataloader(self, type_: str, cid: int, batch_size: int, generator: Any = None) -> DataLoader[Any]:
-        """Return a client's samples in random order.
-
-        Args:
-            type_: part of the data, always the training part.
-            cid: number of the client.
-            batch_size: samples of a batch.
-            generator: BlazeFL's stream of random numbers.
-        """
+        """Return a data loader of client ``cid`` in random order; ``type_`` is always the training part."""
         return DataLoader(self.clients[cid], batch_size=batch_size, shuffle=True, generator=generator)
 
 
 def sync(work: Workload, rounds: int) -> None:
-    """Run rounds of a cohort that is drawn uniformly."""
+    """Run rounds with uniformly drawn cohorts."""
     fedavg = importlib.import_module("blazefl.contrib.fedavg")
     models, data = Models(work), Data(work)
     server = fedavg.FedAvgBaseServerHandler(

@@ -23,21 +23,17 @@ def get_model():
 
 
 def run(work: Workload, rounds: int, algorithm: str, more: dict[str, Any]) -> None:
-    """Make a benchmark and a task of equal parts in the working folder, and run an algorithm on it.
+    """Make a benchmark and a task of equal parts in the working directory, and run FLGo's module ``algorithm`` on it.
 
-    Args:
-        work: the workload.
-        rounds: versions of the model.
-        algorithm: name of FLGo's module.
-        more: options of FLGo beside those of the workload.
+    `rounds`: versions of the model. `more`: further options of FLGo.
     """
-    sys.argv = sys.argv[:1]  # FLGo reads options of its own there
+    sys.argv = sys.argv[:1]  # FLGo parses its own options from there
     flgo = importlib.import_module("flgo")
     partition, logger, datasets = (
         importlib.import_module(f"flgo.{name}")
         for name in ("benchmark.partition", "experiment.logger", "benchmark.toolkits.cv.classification")
     )
-    # torch 2.14 refuses the data set without this method, which it also words like this
+    # torch 2.14 refuses a data set without this method, with an error of the same wording
     datasets.FromDatasetPipe.TaskDataset.__getitems__ = lambda self, rows: [self[row] for row in rows]
     Path("config.py").write_text(CONFIG.format(name=work.name))
     name = flgo.gen_benchmark_from_file("bench", "config.py", os.curdir, "cv", "classification")
@@ -68,12 +64,12 @@ def run(work: Workload, rounds: int, algorithm: str, more: dict[str, Any]) -> No
 
 
 def sync(work: Workload, rounds: int) -> None:
-    """Run rounds of a cohort that is drawn uniformly."""
+    """Run rounds with uniformly drawn cohorts."""
     run(work, rounds, "fedavg", {})
 
 
 def asynchronous(work: Workload, rounds: int) -> None:
-    """Run FedAsync for as many versions as the cohort has members in so many rounds; latencies are uniform."""
+    """Run FedAsync with uniform latencies, for as many versions as ``rounds`` cohorts have members."""
     run(work, rounds * work.cohort, "fedasync", {"responsiveness": "UNI-1-100"})
 
 

@@ -15,19 +15,13 @@ from benchmarks.peers.workload import BATCH, LR, Net, Workload, client_samples, 
 
 @functools.cache
 def of_process(work: Workload) -> tuple[Net, list[tuple[Tensor, Tensor]]]:
-    """Return a model and all clients' samples, made once in each process."""
+    """Make a model and all clients' samples, once in each process."""
     torch.set_num_threads(1)
     return Net(work), client_samples(work)
 
 
 def train(work: Workload, message: Any, context: Any) -> Any:
-    """Train one client from the arrays of a message, and return the reply.
-
-    Args:
-        work: workload of the run.
-        message: message of Flower's server.
-        context: context of the node, which says which client it is.
-    """
+    """Train one client from the arrays of a message, and return the reply; ``context`` says which client it is."""
     app = importlib.import_module("flwr.app")
     net, data = of_process(work)
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
@@ -45,7 +39,7 @@ def train(work: Workload, message: Any, context: Any) -> Any:
 
 
 def sync(work: Workload, rounds: int) -> int:
-    """Run rounds of a cohort that is drawn uniformly."""
+    """Run rounds with uniformly drawn cohorts."""
     app, serverapp, clientapp, strategies, simulation = (
         importlib.import_module(f"flwr.{name}")
         for name in ("app", "serverapp", "clientapp", "serverapp.strategy", "simulation")
@@ -69,6 +63,6 @@ def sync(work: Workload, rounds: int) -> int:
 
 
 if __name__ == "__main__":
-    from benchmarks.peers import with_flower  # by this name the actor's process finds the functions too
+    from benchmarks.peers import with_flower  # by this name the actor's process finds the functions, too
 
     main({"sync": with_flower.sync})

@@ -1,4 +1,4 @@
-"""Run FedAvg in fluke, all objects in memory and no evaluation."""
+"""Run FedAvg in fluke, with all objects in memory and without evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.peers.workload import BATCH, LR, Net, Workload, client_samples, 
 
 
 def sync(work: Workload, rounds: int) -> None:
-    """Run rounds of a cohort that is drawn uniformly; data in fluke's own fast loaders."""
+    """Run rounds with uniformly drawn cohorts; data are in fluke's own fast loaders."""
     fluke, data, fedavg = (importlib.import_module(name) for name in ("fluke", "fluke.data", "fluke.algorithms.fedavg"))
     settings = fluke.FlukeENV()
     settings.set_seed(0)

@@ -12,31 +12,19 @@ from benchmarks.peers.workload import BATCH, LR, Net, Workload, client_samples, 
 
 
 class Model(Net):
-    """The model with the two methods that pfl's `PyTorchModel` calls."""
+    """Model with the two methods that pfl's `PyTorchModel` calls."""
 
     def loss(self, inputs: Any, targets: Any, is_eval: bool = False) -> Any:
-        """Return the cross-entropy of a batch.
-
-        Args:
-            inputs: samples of a batch.
-            targets: labels of a batch.
-            is_eval: whether pfl evaluates.
-        """
+        """Compute the cross-entropy of a batch; ``is_eval``: whether pfl evaluates."""
         return F.cross_entropy(self(inputs), targets)
 
     def metrics(self, inputs: Any, targets: Any, is_eval: bool = False) -> Any:
-        """Return no metrics.
-
-        Args:
-            inputs: samples of a batch.
-            targets: labels of a batch.
-            is_eval: whether pfl evaluates.
-        """
+        """Return no metrics; ``is_eval``: whether pfl evaluates."""
         return {}
 
 
 def sync(work: Workload, rounds: int) -> None:
-    """Run rounds of a cohort that is drawn uniformly."""
+    """Run rounds with uniformly drawn cohorts."""
     simulate, averaging, hyper, nets, datasets, federated, base, sampling = (
         importlib.import_module(f"pfl.{name}")
         for name in (

@@ -1,4 +1,4 @@
-"""Run FedAvg and FedAsync in raafl, one by one and in batches, and the same local steps with nothing around them."""
+"""Run FedAvg and FedAsync in raafl, client by client and in batches, and the same local steps in a bare loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raafl.devices.profiles import Device
 
 
 class Module(LightningModule):
-    """The model of a workload."""
+    """LightningModule of a workload."""
 
     def __init__(self, work: Workload) -> None:
         """Build the layers."""
@@ -38,7 +38,7 @@ class Module(LightningModule):
 
 
 class Data(LightningDataModule):
-    """All clients' samples."""
+    """Data module with all clients' samples."""
 
     def __init__(self, work: Workload) -> None:
         """Draw the samples."""
@@ -50,19 +50,12 @@ class Data(LightningDataModule):
         return DataLoader(self.samples, batch_size=BATCH, shuffle=True)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return ten samples, since evaluation is not what is measured."""
+        """Return ten samples, since evaluation is not measured."""
         return DataLoader(TensorDataset(*self.samples[:10]), batch_size=BATCH)
 
 
 def run(work: Workload, rounds: int, method: str, batch_clients: Any) -> int:
-    """Simulate a method on four kinds of devices.
-
-    Args:
-        work: the workload.
-        rounds: updates to be merged, in cohorts.
-        method: fed_avg or fed_async.
-        batch_clients: 1 or auto.
-    """
+    """Simulate a method on four kinds of devices; ``rounds``: cohorts of updates to merge, ``batch_clients``: 1 or auto."""
     algorithm = {"fed_avg": fed_avg, "fed_async": fed_async}[method](cohort=work.cohort)
     updates = rounds * work.cohort
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +79,7 @@ def run(work: Workload, rounds: int, method: str, batch_clients: Any) -> int:
 
 
 def bare(work: Workload, rounds: int) -> int:
-    """Train and average a cohort in each round, all parameters in one vector and batches by `index_select`."""
+    """Train and average a cohort in each round, with all parameters in one vector and batches by `index_select`."""
     net, data = Net(work), client_samples(work)
     flat = flatten(net)
     theta = flat.clone()

@@ -19,13 +19,9 @@ STEPS = SAMPLES // BATCH
 class Workload:
     """Clients and what they train.
 
-    Attributes:
-        name: key of `WORKLOADS`.
-        layers: returns the model.
-        shape: shape of a sample.
-        clients: number of clients, each with `SAMPLES` samples of its own.
-        cohort: clients that are drawn in each round, or that work at the same time.
-        rounds: rounds of the short and of the long run.
+    `layers`: makes the model. `shape`: shape of a sample. `clients`: number of clients, each with `SAMPLES` samples.
+    `cohort`: clients drawn in each round, or at work at the same time. `rounds`: rounds of the short and of the long
+    run.
     """
 
     name: str
@@ -37,12 +33,12 @@ class Workload:
 
 
 def mlp() -> nn.Sequential:
-    """Return a multilayer perceptron 64-32-10 (2,410 parameters)."""
+    """Make a multilayer perceptron 64-32-10 (2,410 parameters)."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 def cnn() -> nn.Sequential:
-    """Return two 5 x 5 convolutions of 16 and 32 channels and a linear layer, for 28 x 28 images (28,938 parameters)."""
+    """Make two 5 x 5 convolutions of 16 and 32 channels and a linear layer, for 28 x 28 images (28,938 parameters)."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, padding=2),
         nn.ReLU(),
@@ -62,20 +58,15 @@ WORKLOADS = {
 
 
 class Net(nn.Module):
-    """The model of a workload, which counts its training steps.
+    """Model of a workload that counts training steps.
 
-    Attributes:
-        steps: forward passes in training mode of all instances of this process.
+    `steps`: forward passes in training mode of all instances in this process.
     """
 
     steps = 0
 
     def __init__(self, work: Workload) -> None:
-        """Build the layers.
-
-        Args:
-            work: workload whose model this is.
-        """
+        """Build the layers of the workload's model."""
         super().__init__()
         self.inner = work.layers()
 
@@ -87,32 +78,23 @@ class Net(nn.Module):
 
 
 def samples(work: Workload) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of all clients, `SAMPLES` after each other for each client.
-
-    Args:
-        work: workload whose samples these are.
-    """
+    """Draw inputs and labels of all clients, `SAMPLES` for one client after the other."""
     drawn = torch.Generator().manual_seed(0)
     num = work.clients * SAMPLES
     return torch.randn(num, *work.shape, generator=drawn), torch.randint(0, 10, (num,), generator=drawn)
 
 
 def client_samples(work: Workload) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and labels for each client.
-
-    Args:
-        work: workload whose samples these are.
-    """
+    """Return inputs and labels of each client."""
     inputs, labels = samples(work)
     return list(zip(inputs.split(SAMPLES), labels.split(SAMPLES), strict=True))
 
 
 def main(ways: dict[str, Callable[[Workload, int], int | None]]) -> None:
-    """Run ``WAY WORKLOAD ROUNDS`` of the command line and print the number of trainings as one line of JSON.
+    """Run ``WAY WORKLOAD ROUNDS`` of the command line, and print the number of trainings as a line of JSON.
 
-    Args:
-        ways: functions that run a workload for so many rounds. They return the number of trainings, or None where `Net` counts
-            the steps of all of them.
+    `ways`: functions that run a workload for a number of rounds; they return the number of trainings, or None if `Net`
+    has counted the steps.
     """
     way, name, rounds = sys.argv[1:]
     torch.set_num_threads(1)

@@ -332,8 +332,7 @@ class TaskSteps:
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
-        # the divisor stays the same if an epoch ends within a step, as in Lightning; `_by_step` sets the real number of
-        # batches
+        # as in Lightning, the same if an epoch ends within a step; `_by_step` sets the real number of batches
         self._divisor = trainer.options.accumulate_grad_batches
         self._total: Tensor | float = 0.0
         self._extra: dict[str, Any] = {}  # other values in the dict that training_step returned last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from raafl.core.algorithm import Local
+from raafl.core.algorithm import Local, SelectContext, Training
+from raafl.core.state import GlobalState
+from raafl.lab.plan.plan import SubmodelRow, gpu_steps
 from raafl.local.captured import Capture
 from raafl.local.captured.graphs import CapturedSteps
 from raafl.local.train import TaskSteps
 from raafl.submodel import Spec
-from tests.helpers.emulated_cuda import Emulated
+from tests.helpers.emulated_cuda import Emulated, OnDevice
 from tests.local.bench import Bench, Net, Norm, assignment
 
 HALF = Spec.select({"fc1": range(4)})
@@ -302,6 +305,50 @@ def test_the_graphs_share_the_memory_that_the_largest_is_predicted_to_need(emula
     real = next(iter(capture._used)).graph.pool().peak_bytes
     # what is freed after its last use: Python holds some tensors a little longer
     assert 0.9 * real <= predicted <= 1.35 * real and predicted == costs[0].pool_bytes > costs[1].pool_bytes
+
+
+class Pictures(Net):
+    """A net whose batches outweigh its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = torch.nn.Linear(60, 8)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self(x.repeat(1, 10)), y)
+
+
+@pytest.mark.parametrize(
+    "make", [Net, Pictures, type("NetAdam", (Net,), {"configure_optimizers": Adam.configure_optimizers})]
+)
+def test_what_lies_outside_the_pool_is_what_the_plan_counts(emulated_cuda: Emulated, make):
+    """Values, optimizer state, and a copy of the batch for each shape, however many graphs read it."""
+    before = live_bytes()
+    bench = captured(make, max_built=2)
+    specs = Spec(), HALF
+    for task in [replace(one, spec=spec) for spec in specs for one in TASKS[:3]]:
+        bench.run(task)
+    counted = bench.trainer.capture.counted()
+    assert counted["eager"] == [] and counted["captured"] > 0
+    held_bytes = {address: size for address, size in live_bytes().items() if address not in before}
+    made = (one for step in bench.trainer.capture._used for one in step.graph._made.values())
+    in_pool = {one.untyped_storage().data_ptr() for one in made}
+    real = sum(size for address, size in held_bytes.items() if address not in in_pool)
+    copies = {x.untyped_storage().data_ptr() for step in bench.trainer.capture._used for x in step.inputs}
+    # two tensors for each submodel and shape: five samples, and the last two
+    assert len(copies) == 2 * 2 * 2 < sum(len(step.inputs) for step in bench.trainer.capture._used)
+    select = SelectContext(GlobalState(bench.submodels, bench.values), {}, random.Random(0), Training(), 5)
+    rows = [SubmodelRow(str(spec), spec, 0, 0, 0, 0, 0.0) for spec in specs]
+    plan = gpu_steps(select, rows, [])
+    # the received values, which this server keeps on the CPU, are in the plan only; counters of steps and sums in neither
+    assert real - 128 <= plan.fixed_bytes <= 2 * real
+
+
+def live_bytes():
+    gc.collect()
+    held = (one for one in gc.get_objects() if isinstance(one, OnDevice))
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}
 
 
 TOKENS = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 2]]), "labels": torch.tensor([0, 1])}

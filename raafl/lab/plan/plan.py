@@ -16,7 +16,7 @@ from raafl.devices.profiles import Device, Profile
 from raafl.devices.variation import description
 from raafl.errors import USER_ERRORS, BadInput, nearest
 from raafl.lab.plan.dry import Prediction, World, predict
-from raafl.local.captured.limits import problems, problems_of_module, problems_of_optimizer
+from raafl.local.captured.limits import problems, problems_of_batches, problems_of_module, problems_of_optimizer
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.module_hooks import configure
@@ -27,6 +27,7 @@ from raafl.parts.select.units import axes_of, leading
 from raafl.runfolder.append_file import finite
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.find.trace import MOST_VALUES
+from raafl.submodel.nested_batch import batch_tensors, meta_batch
 from raafl.submodel.prove.narrow import num_values
 
 
@@ -47,6 +48,8 @@ class Plan:
     by_the_loop: str | None = None
     # why training steps cannot be captured as CUDA graphs; empty = no reason is known; None = no GPU
     captured: list[str] | None = None
+    # why steps of batches of clients cannot be, though those of one client can
+    batches_captured: list[str] | None = None
     gpu: GpuSteps | None = None  # predicted training steps on a GPU; None = the run has none
     guessed: str = ""  # which part of the model's cost is a guess, and why; "" = none
     # why raafl has chosen the algorithm; None = the user has
@@ -115,6 +118,7 @@ def make_plan(
         axes,
         loop,
         _not_captured(experiment, submodels) if on_gpu else None,
+        problems_of_batches(submodels.module, own.local.masked) if on_gpu else None,
         gpu_steps(fleet, rows, [*more, *(client.profile for client in world.clients)]) if on_gpu else None,
         cost.guessed,
         own.chosen,
@@ -243,7 +247,8 @@ class GpuSteps:
         device: name of the device profile.
         rows: seconds of a step of each submodel.
         pool_bytes: memory that all graphs share: what the largest step allocates and frees again.
-        fixed_bytes: memory outside it, of the values, optimizer state and batches of all submodels.
+        fixed_bytes: memory outside it, of the values, optimizer state and batches of all submodels; their graphs have
+            copies of a batch, and of a last, smaller one, at addresses of their own.
     """
 
     device: str
@@ -272,6 +277,8 @@ def gpu_steps(fleet: SelectContext, submodels: Sequence[SubmodelRow], profiles: 
     """Predict steps on the first of the ``profiles`` that has times of a host; None = no submodel's step can be followed."""
     profile = next((one for one in profiles if one.host_op_s), Device(USUAL_GPU).profile)
     eager, found, fixed_bytes = replace(fleet, captured=False), list[GpuStep](), 0
+    example, size = fleet.state.submodels.example_batch, fleet.batch_size
+    batch_bytes = 0 if example is None else sum(x.nbytes for x in batch_tensors(meta_batch(example, size)))
     for row in submodels:
         cost = eager.cost(row.spec)
         if cost.launches is None:
@@ -280,7 +287,7 @@ def gpu_steps(fleet: SelectContext, submodels: Sequence[SubmodelRow], profiles: 
         host_s, device_s = profile.host_s(*launches[:4]), profile.device_s(launches.kernels)
         captured_s = profile.gpu_s(*launches.captured())
         found.append(GpuStep(row.name, host_s, device_s, max(host_s, device_s), captured_s, cost.pool_bytes))
-        fixed_bytes += cost.peak_bytes - cost.pool_bytes
+        fixed_bytes += cost.peak_bytes - cost.pool_bytes + 2 * batch_bytes
     return GpuSteps(profile.name, found, max(row.pool_bytes for row in found), fixed_bytes) if found else None
 
 

@@ -280,6 +280,8 @@ def _advice(plan: Plan) -> list[str]:
     if plan.captured is not None:
         possible = "possible as far as known; auto compares the first tasks with eager ones"
         lines.append(f"fabric.capture: {'no effect: ' + '; '.join(plan.captured) if plan.captured else possible}.")
+    if plan.batches_captured and not plan.captured:
+        lines.append(f"Steps of batches of clients are eager on a GPU: {'; '.join(plan.batches_captured)}.")
     if plan.gpu is not None and not plan.captured:
         lines.append(
             f"Graphs of all these submodels: {size(plan.gpu.pool_bytes)}, which they share, and {size(plan.gpu.fixed_bytes)} "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from raafl.local.captured import graphs as bounds
 from raafl.local.captured.graphs import PROOFS, Graphs, Owner, Step, Watch, form_of, options_of, waits_refused
-from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built
+from raafl.local.captured.limits import NotCapturable, Rates, problems_of_batches, problems_of_built
 from raafl.local.trainable import TrainableSubmodel
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class BatchGraphs(Graphs):
     def __init__(self, owner: Owner, built: TrainableSubmodel, num: int, masked: bool) -> None:
         super().__init__(owner)
         self.built, self._num = built, num
-        found = problems_of_built(built) + ["a masked loss has masks of each client's classes"] * masked
+        found = problems_of_built(built) + problems_of_batches(built.module, masked)
         self.reason: str | None = found[0] if found else None
         self.rates = Rates(len(built.optimizer.param_groups), owner.device)
         self.apart: dict[str, Tensor] = {}
@@ -84,8 +84,10 @@ class BatchGraphs(Graphs):
         key = shape, bool(optimizer.state), options_of(optimizer)
         step = self._steps.get(key)
         if step is None:
-            fixed = FixedBatch(batch, [torch.empty_like(x) if isinstance(x, Tensor) else x for x in columns], form)
-            step = self._steps[key] = Step(fixed, [x for x in fixed.columns if isinstance(x, Tensor)])
+            if shape not in self._batches:
+                fixed = FixedBatch(batch, [torch.empty_like(x) if isinstance(x, Tensor) else x for x in columns], form)
+                self._batches[shape] = fixed, [x for x in fixed.columns if isinstance(x, Tensor)]
+            step = self._steps[key] = Step(*self._batches[shape])
         for own, given in zip(step.inputs, (x for x in columns if isinstance(x, Tensor)), strict=True):
             own.copy_(given)
         if step.graph is None:
@@ -155,7 +157,15 @@ class BatchGraphs(Graphs):
     def forget(self, reason: str) -> None:
         """Train eagerly from now on, and release the graphs and their memory."""
         self.reason, self._optimizer = reason, None
-        for memory in (self._steps, self._warm_ups, self.apart, self.sums, self.used, self._state.tensors):
+        for memory in (
+            self._steps,
+            self._batches,
+            self._warm_ups,
+            self.apart,
+            self.sums,
+            self.used,
+            self._state.tensors,
+        ):
             memory.clear()
         self._fixed.clear()
 

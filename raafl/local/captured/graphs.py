@@ -122,6 +122,8 @@ class Graphs:
     def __init__(self, owner: Owner) -> None:
         self._owner, self._state = owner, FixedState(owner.device)
         self._steps: dict[Hashable, Step] = {}
+        # by shape of a batch: what is fixed in its steps, and their inputs, which all graphs of that shape read
+        self._batches: dict[Hashable, tuple[Any, list[Tensor]]] = {}
         self._is_bound = False  # whether the optimizer's state is at the addresses of `_state`
         self._num_captures = self._num_replays = 0
 
@@ -196,9 +198,11 @@ class StepGraphs(Graphs):
         key = shape, weight, bool(optimizer.state), options_of(optimizer), hooks
         step = self._steps.get(key)
         if step is None:
-            inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
-            tensors = iter(inputs)
-            step = self._steps[key] = Step(mapped(batch, lambda _: next(tensors)), inputs)
+            if shape not in self._batches:
+                inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
+                tensors = iter(inputs)
+                self._batches[shape] = mapped(batch, lambda _: next(tensors)), inputs
+            step = self._steps[key] = Step(*self._batches[shape])
             # the first step of a task has no optimizer state yet; eager steps with state count as its warm-ups, too
             step.warm_ups = max((one.warm_ups for (form, *_), one in self._items() if form == shape), default=0)
         for own, given in zip(step.inputs, batch_tensors(batch), strict=True):
@@ -282,7 +286,7 @@ class StepGraphs(Graphs):
         """Train eagerly from now on, and release the graphs."""
         self.reason = reason
         self._steps.clear()
-        for memory in (self._sums, self._state.tensors, self._static):
+        for memory in (self._batches, self._sums, self._state.tensors, self._static):
             memory.clear()
 
 

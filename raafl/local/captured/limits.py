@@ -6,6 +6,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from raafl.core.local import Local
@@ -69,6 +70,19 @@ def problems_of_module(module: nn.Module, hooks: frozenset[str] | None = None) -
     if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
         found.append("an embedding has sparse gradients")
     return found
+
+
+def problems_of_batches(module: nn.Module, masked: bool) -> list[str]:
+    """List what keeps steps of batches of clients from being captured where those of one client may be.
+
+    A graph advances one generator on the GPU, but each client has its own.
+
+    `masked`: whether the method masks classes in the loss.
+    """
+    found = ["a masked loss has masks of each client's classes"] * masked
+    parts = module.named_modules()
+    drawing = [name for name, part in parts if isinstance(part, _DropoutNd) and part.p > 0 and part.training]
+    return found + [f"clients draw random numbers of their own, in '{name}'" for name in drawing[:1]]
 
 
 def problems_of_optimizer(optimizer: Optimizer) -> list[str]:

@@ -343,6 +343,15 @@ def test_whether_steps_can_be_captured_on_a_gpu():
     assert planning._not_captured(usual, submodels) == []
 
 
+def test_why_steps_of_batches_of_clients_are_eager_on_a_gpu():
+    usual, shown = load_experiment(*SMALL[1:]), []
+    for dropout in (0.1, 0.0):
+        one = replace(usual, model=lambda dropout=dropout: MLP(64, (8,), 10, dropout=dropout), algorithm=fed_avg())
+        shown.append(show.text(planning.make_plan(one, (), 8, on_gpu=True), 200, terminal=False))
+    reason = "Steps of batches of clients are eager on a GPU: clients draw random numbers of their own, in 'layers.3'."
+    assert [reason in text for text in shown] == [True, False]
+
+
 def test_steps_on_a_gpu_by_submodel_are_in_the_plan(capsys):
     assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "", "--device", "cuda", "--json"]) == 0
     gpu = json.loads(capsys.readouterr().out)["gpu"]

@@ -80,7 +80,7 @@ class OnDevice(Tensor):
         return self.cpu().tolist()
 
     def __setitem__(self, rows: Any, value: Any) -> None:
-        if isinstance(rows, Tensor) and rows.dim() and not rows.is_cuda:  # with a real GPU, C++ code moves the indices there
+        if isinstance(rows, Tensor) and rows.dim() and not rows.is_cuda:  # on a real GPU, C++ moves them
             rows = rows.to(self.device)
         super().__setitem__(rows, value)
 

@@ -30,7 +30,6 @@ from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.loop import Mailbox
 from raafl.transport.tcp.resumable import Position
 
-_LOOK_S = 0.25  # seconds between two checks by a waiting session whether the run has ended
 _CHECK_S = 0.5  # seconds between two checks by an idle session with a thread whether its client is connected
 _BRANCH_LOOK_S = 0.1  # seconds between two checks by a branch with a thread whether it is still needed
 
@@ -267,7 +266,7 @@ class Session(ABC):
     async def _wait_for(self, source: Mailbox[Any]) -> Any:
         while not self.stopping or not source.is_empty:
             with suppress(queue.Empty):
-                return await self._idle(source, _LOOK_S)
+                return await self._idle(source, math.inf)  # a stop wakes it, or a check of the connection
         raise Stopped
 
     @property

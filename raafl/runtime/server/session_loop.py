@@ -7,11 +7,12 @@ server trains together with its client has a thread while it lasts (`Work`).
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from raafl.core.types import ClientInfo
@@ -24,11 +25,10 @@ from raafl.runtime.server.session_protocol import Branch, SessionSetup, Steps, T
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.codec import Expect
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.loop import Mailbox, SocketLoop
+from raafl.transport.tcp.loop import TICK_S, Mailbox, SocketLoop
 from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, Progress
 from raafl.transport.tcp.stream import Waits
 
-_LOOK_S = 0.25  # seconds between two checks by a waiting session whether the run has ended
 _CONFIRM_S = 0.25  # seconds after which an update is confirmed, if the next task has not done so
 _BRIEFLY_S = 0.02  # seconds between two checks whether another coroutine has replaced a broken connection
 
@@ -53,6 +53,7 @@ class LoopSession(Session):
         self._owns_line = True  # False once an earlier session has taken over the connection
         self._sends, self._begun, self._over = False, False, threading.Event()
         self._reminders = loop.reminders(self._waits.idle_s / 3)
+        self._awaited: list[Mailbox[Any]] = []  # mailboxes on which the session and its branches wait now
         # assignment of an update that has arrived, of which the client does not know yet; 0 = none
         self._unconfirmed = 0
         self._is_ahead = (
@@ -146,8 +147,23 @@ class LoopSession(Session):
 
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
         if mailbox.is_empty:
-            await (self.line.watch(seconds, mailbox) if watches else self.loop.pause(seconds, mailbox))
+            with self.awaiting(mailbox):
+                await (self.line.watch(seconds, mailbox) if watches else self.loop.pause(seconds, mailbox))
         return mailbox.get()
+
+    @contextmanager
+    def awaiting(self, mailbox: Mailbox[Any]) -> Iterator[None]:
+        """Have `nudge` wake who waits for ``mailbox`` in the ``with`` block."""
+        self._awaited.append(mailbox)
+        try:
+            yield
+        finally:
+            self._awaited.remove(mailbox)
+
+    def nudge(self) -> None:
+        """Have each wait of the session look again whether it is still wanted."""
+        for mailbox in self._awaited:
+            mailbox.nudge()
 
     async def _compute(self, function: Callable[[], Any]) -> Any:
         return await self.loop.compute(function)
@@ -178,13 +194,9 @@ class LoopSession(Session):
                 return await super()._meet(need, branch)
         return None
 
-    def wake(self) -> None:
-        """Have a branch that waits for a task look again whether it is wanted."""
-        if (wake := self._outbox.wake) is not None:
-            wake()
-
     def _stop_now(self, reason: str, wait_s: float | None) -> None:
         """Send the stop message, unless the session is about to do so itself."""
+        self.nudge()
         if self._owns_line and not self._sends and self._hears_late:
             self.loop.begin(self._say_stop(reason, wait_s))
 
@@ -205,7 +217,7 @@ class _LoopBranch(Branch):
 
     async def end(self) -> Any:
         self.over = True
-        self._session.wake()
+        self._session.nudge()
         if self._task is None:
             return None
         with suppress(Stopped):
@@ -353,6 +365,10 @@ class SessionLine:
         """End the connection; callable from any thread."""
         self._is_closed = True
         self.pair.close()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._session.loop.post(self._session.nudge)
 
     # ---- the next connection ----
 
@@ -366,12 +382,17 @@ class SessionLine:
         if not self._resumes:
             return False
         step = Resumption(session.client, session.incarnation, message.incarnation, self.pair, position)
+        self.pair.on_close = self._look_again
         self._put(step)
-        while not session.stopping and not self.pair.closed:  # otherwise the run's loop may have ended
-            with suppress(queue.Empty):
-                return step.is_taken.get()
-            await session.loop.pause(_LOOK_S, step.is_taken)
-        return False
+        try:
+            with session.loop.patience.asking(), session.awaiting(step.is_taken):
+                while not session.stopping and not self.pair.closed:  # otherwise the run's loop may have ended
+                    with suppress(queue.Empty):
+                        return step.is_taken.get()
+                    await session.loop.pause(math.inf, step.is_taken)
+            return False
+        finally:
+            self.pair.on_close = None  # the connection is another session's now
 
     def offer(self, pair: TcpConnection, position: Position) -> bool:
         """Offer the client's next connection to the session; return whether it continues on it. Callable from any thread.
@@ -445,34 +466,48 @@ class SessionLine:
             raise error
         if number is not None:
             self._put(Away(session.client, session.incarnation, number, str(error), self._left_s))
-        while not session.stopping:
-            left_s = self._left_s - (time.monotonic() - since)
-            try:
-                pair, theirs = self._next.get()
-            except queue.Empty:
-                if (why := self.pair.why_closed).reason not in LINK:
-                    raise why from None  # the client's site was removed in the meantime
-                if left_s <= 0 or self._is_closed:
-                    break
-                await session.loop.pause(min(left_s, _LOOK_S), self._next)
-                continue
-            try:
-                await self._drive(pair.sending(Message(Kind.WELCOME, 0, session.incarnation, Resume(here).to_meta())))
-            except (PeerLost, PeerTimeout):
-                continue
-            away_s = time.monotonic() - since
-            self._put(Back(session.client, session.incarnation, number, here.num_chunks, away_s))
-            self._charge(away_s, here, theirs)
-            return pair, theirs
+        clock = session.loop.patience
+        with clock.running(), session.awaiting(self._next):
+            until_s = clock.now + self._left_s
+            while (following := await self._following(until_s)) is not None:
+                pair, theirs = following
+                try:
+                    await self._drive(
+                        pair.sending(Message(Kind.WELCOME, 0, session.incarnation, Resume(here).to_meta()))
+                    )
+                except (PeerLost, PeerTimeout):
+                    continue
+                away_s = time.monotonic() - since
+                self._put(Back(session.client, session.incarnation, number, here.num_chunks, away_s))
+                self._charge(until_s - clock.now, here, theirs)
+                return pair, theirs
         raise error
 
-    def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
-        """Subtract the time without connection from the time that a client may be away; progress renews that time.
+    async def _following(self, until_s: float) -> tuple[TcpConnection, Position] | None:
+        """Return the client's next connection, with what the client has; None if it does not come, or nobody waits for it.
+
+        ``until_s``: time on the clock of the server's patience.
+        """
+        session = self._session
+        self.pair.on_close = self._look_again  # if the client's site is removed meanwhile
+        while not session.stopping:
+            left_s = until_s - session.loop.patience.now
+            with suppress(queue.Empty):
+                return self._next.get()
+            if (why := self.pair.why_closed).reason not in LINK:
+                raise why
+            if left_s <= 0 or self._is_closed:
+                break
+            await session.loop.pause(max(left_s, TICK_S), self._next)
+        return None
+
+    def _charge(self, left_s: float, here: Position, theirs: Position) -> None:
+        """Keep what is left of the time that the client may be without a connection; once data has arrived, restore all of it.
 
         A client that reconnects without progress has ``resume_s`` seconds in all. Training, in which nothing is
         transferred, is limited by the task's deadline (``Timeouts.task_s``) alone.
         """
         is_training = self.pair.partial is None and theirs.num_messages == self._progress.num_sent
         has_moved = (here, theirs) != self._before
-        self._left_s = self._resume_s if is_training or has_moved else self._left_s - away_s
+        self._left_s = self._resume_s if is_training or has_moved else left_s
         self._before = (here, theirs)

@@ -41,6 +41,7 @@ _MAX_ENTERING = 4
 _MAX_KEPT = 20  # number of tracebacks that are saved
 _MAX_LIVES = 8  # sessions that a client may have at once, with those that start or end
 _ABANDONED_S = 5.0  # seconds in which sessions must end after their connections are closed
+_TURN_S = 1.0  # longest turn of the loop that counts as a wait for clients; without events one takes 0.5 s
 _PARTING_S = 0.5  # seconds in which a replaced session may end by itself
 
 
@@ -95,7 +96,7 @@ class Server(Driver):
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self._max_failures, self._failures, self._num_failures = max_failures, Counter[tuple[int, str, str]](), 0
         self._announce = announce
-        self._patience_s, self._alone_since = patience_s, 0.0
+        self._patience_s, self._alone_s, self._looked_s = patience_s, 0.0, 0.0
         self.inbox, self.waits = inbox, waits or Timeouts()
         self.sessions: dict[int, Session] = {}
         self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
@@ -166,7 +167,7 @@ class Server(Driver):
 
     def run(self) -> str:
         """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
-        self._alone_since = self._standing_since = time.perf_counter()
+        self._looked_s = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
             # clients from before the restart are gone, and have to join again
@@ -258,6 +259,8 @@ class Server(Driver):
     def _look_after_sessions(self) -> None:
         """Close replaced sessions that do not end; end the run if no client has been connected for too long."""
         now, there = time.perf_counter(), len(self.sessions)
+        # a turn that took long (a merge, a suspended machine) was no wait for clients: they could not have come in
+        waited_s, self._looked_s = min(now - self._looked_s, _TURN_S), now
         for until, session in list(self._leaving):
             if not session.is_alive():
                 self._leaving.remove((until, session))
@@ -270,8 +273,10 @@ class Server(Driver):
             return
         good = self.coordinator.admission.num_good
         if good and self.coordinator.started:
-            self._alone_since = now
-        elif now - self._alone_since > self._patience_s:
+            self._alone_s = 0.0
+        elif not self._entering:
+            self._alone_s += waited_s
+        if self._alone_s > self._patience_s:
             wanted = "" if self.coordinator.started else f" of {self.coordinator.limits.min_clients}"
             bad = f", and {there - good} whose updates are refused," if there > good else ""
             self.stop(f"failed: {good}{wanted} clients{bad} for {self._patience_s:g} s (waits.alone_s)")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 
 from raafl.transport import codec
@@ -31,6 +31,7 @@ class TcpConnection(Connection):
     Attributes:
         is_encrypted: whether the socket uses TLS.
         why_closed: error that a later use of the connection raises, once this side has closed it.
+        on_close: called whenever this side closes the connection, even one that was closed before; None = nobody is.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, *, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:
@@ -46,6 +47,7 @@ class TcpConnection(Connection):
         self._socket = _stream(sock, TimeBudget(timeout_s))
         self._stream = self._socket
         self.why_closed = PeerLost("closed-here")
+        self.on_close: Callable[[], None] | None = None
         self._frames = Frames(self._stream)
         # One thread may send while another receives, since the two directions share nothing. The lock only guards the
         # number of threads that use the connection, so that closing never waits for the peer.
@@ -151,16 +153,16 @@ class TcpConnection(Connection):
         """End the connection; see `Connection.close`."""
         with self._lock:
             self.closed = True
-            if not self._open:
-                return
-            if self._num_inside == 0:
+            if self._open and self._num_inside == 0:
                 self._open = False
                 hang_up(self._socket.sock)
-                return
-            # another thread still polls this descriptor: wake it, so that the last thread to leave closes the
-            # descriptor
-            with suppress(OSError):  # the peer may have closed the connection already
-                shut(self._socket.sock, socket.SHUT_RDWR)
+            elif self._open:
+                # another thread still polls this descriptor: wake it, so that the last thread to leave closes the
+                # descriptor
+                with suppress(OSError):  # the peer may have closed the connection already
+                    shut(self._socket.sock, socket.SHUT_RDWR)
+        if self.on_close is not None:
+            self.on_close()
 
     def cut(self, reason: str, detail: str) -> None:
         """Close the connection for a reason; threads that use it get a `PeerLost` with this reason."""

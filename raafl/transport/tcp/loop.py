@@ -13,18 +13,23 @@ import math
 import os
 import queue
 import resource
+import selectors
 import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Generic
 
 from raafl.transport.tcp.stream import T, Wait, Waits
 
+TICK_S = 0.25
+"""Seconds between two looks at how busy the loop is, while a session waits for its client by `Patience`."""
+
+_MOST_SLOWLY = 10  # factor by which `Patience` is slowed down where the loop is always busy
 _MAX_CODECS = 4  # largest number of threads that encode and decode messages
 
 
@@ -47,6 +52,11 @@ class Mailbox(Generic[T]):
     def get(self, timeout_s: float = 0.0) -> T:
         """Return the next item; raise `queue.Empty` if there is none within ``timeout_s`` seconds."""
         return self._items.get(timeout=timeout_s) if timeout_s > 0 else self._items.get_nowait()
+
+    def nudge(self) -> None:
+        """Wake who waits, though no item has come; to be called on the loop's thread."""
+        if (wake := self.wake) is not None:
+            wake()
 
     @property
     def is_empty(self) -> bool:
@@ -88,6 +98,79 @@ class Reminders:
             self._loop.call_later(self._look_s, self._look)
 
 
+class _Selector(selectors.DefaultSelector):
+    """Selector that adds up for how long nothing was to be done.
+
+    `idle_s`: those seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for sockets; see `selectors.BaseSelector.select`."""
+        # who comes back to a wait late, since another thread or process had the processor, has not been idle
+        ready = super().select(0)
+        if ready or (timeout is not None and timeout <= 0):
+            return ready
+        since = time.monotonic()
+        ready = super().select(timeout)
+        self.idle_s += min(time.monotonic() - since, math.inf if timeout is None else timeout)
+        return ready
+
+
+class Patience:
+    """Clock of a server that waits for clients. It runs slowly while the server itself is what they wait for.
+
+    A thousand clients that come back at once wait for this thread; those that it has not got to yet are not silent. So a second
+    counts in full where the loop had nothing to do for a tenth of it, and no request of a client waits for the run's own loop,
+    and else as a tenth at least. A time in which the process did not run at all (a suspended machine) counts as one tick.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, selector: _Selector) -> None:
+        self._loop, self._selector = loop, selector
+        self._elapsed_s = self._looked_s = self._idle_s = 0.0
+        self._num_waits = self._num_asked = 0
+        self._is_ticking = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the clock run for who waits in the ``with`` block; to be used on the loop's thread."""
+        self._num_waits += 1
+        if not self._is_ticking:
+            self._is_ticking, self._looked_s, self._idle_s = True, time.monotonic(), self._selector.idle_s
+            self._loop.call_later(TICK_S, self._tick)
+        try:
+            yield
+        finally:
+            self._num_waits -= 1
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Hold the clock up while the server owes a client an answer; to be used on the loop's thread."""
+        self._num_asked += 1
+        try:
+            yield
+        finally:
+            self._num_asked -= 1
+
+    @property
+    def now(self) -> float:
+        """Seconds on this clock, which runs only while somebody waits by it."""
+        return self._elapsed_s
+
+    def _tick(self) -> None:
+        now, idle_s = time.monotonic(), self._selector.idle_s
+        passed_s = min(now - self._looked_s, TICK_S)
+        free_s = 0.0 if self._num_asked else idle_s - self._idle_s
+        self._elapsed_s += min(passed_s, max(passed_s / _MOST_SLOWLY, _MOST_SLOWLY * free_s))
+        self._looked_s, self._idle_s = now, idle_s
+        self._is_ticking = self._num_waits > 0
+        if self._is_ticking:
+            self._loop.call_later(TICK_S, self._tick)
+
+
 class _Watch:
     """A socket that the event loop watches for reading or for writing, with the futures that wait for it.
 
@@ -106,7 +189,9 @@ class SocketLoop:
     """A thread that reads and writes many sockets."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        selector = _Selector()
+        self._loop = asyncio.SelectorEventLoop(selector)
+        self.patience = Patience(self._loop, selector)
         self._thread = threading.Thread(target=self._run, name="sockets", daemon=True)
         self._codecs = ThreadPoolExecutor(min(_MAX_CODECS, os.cpu_count() or 1), "codec")
         self._tasks: set[asyncio.Task[Any]] = set()

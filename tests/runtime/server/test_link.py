@@ -184,6 +184,30 @@ def test_a_client_that_does_not_come_back_is_lost_after_resume_s(door):
     assert isinstance(door.event(), Joined)
 
 
+@pytest.mark.parametrize("door", [{"resume_s": 1.0}], indirect=True)
+def test_a_client_that_came_back_to_a_server_that_was_late_is_not_lost(door):
+    """It waits longer than ``resume_s``, for the thread of the sockets and then for the run's loop."""
+    cut_in(door, door.begin(), 1)
+    door.turn()
+    LOOP.post(time.sleep, 1.5)
+    pair = door.resume()
+    time.sleep(2.5)
+    door.turn()  # the request
+    assert hear(pair).kind is Kind.WELCOME
+    pair.send(update(door), first_chunk=1)
+    assert isinstance(door.event(), Arrived)
+
+
+@pytest.mark.parametrize("ends", [lambda session: session.stop("over"), lambda session: session.abandon()])
+def test_who_waits_for_a_client_hears_at_once_that_it_is_not_wanted(door, ends):
+    door.begin().close()
+    door.turn()
+    session, since = door.sessions[0], time.monotonic()
+    ends(session)
+    session.join(WAIT_S)
+    assert not session.is_alive() and time.monotonic() - since < WAIT_S / 2  # of ``resume_s``
+
+
 def test_without_a_task_a_client_is_lost_at_once(door):
     pair = door.call()
     door.hello(pair)

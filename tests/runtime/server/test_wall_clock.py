@@ -166,3 +166,30 @@ def test_a_suspension_ends_while_the_run_waits_for_clients_and_the_limit_does_no
     house._standing_since -= 20.0
     house._pass_suspension()
     assert house.now == 20.0
+
+
+def test_a_server_waits_for_clients_only_while_it_could_take_them_in():
+    house, ends = server(), []
+    house.stop = ends.append
+    house.coordinator.started, house.coordinator.admission = True, SimpleNamespace(num_good=0)
+    house._looked_s = time.perf_counter()
+
+    def look_after(seconds, times):
+        for _ in range(times):
+            house._looked_s -= seconds
+            house._look_after_sessions()
+
+    look_after(0.5, 119)  # of 60 s
+    look_after(500.0, 1)  # suspended, which counts a second as the longest turn
+    assert len(ends) == 1 and "0 clients for 60 s" in ends[0]
+    house._alone_s = 0.0
+    house._entering[1, 0] = SimpleNamespace()
+    look_after(0.5, 200)
+    assert len(ends) == 1  # one is on its way in
+    house._entering.clear()
+    look_after(0.5, 100)
+    house.coordinator.admission.num_good = 1
+    look_after(0.5, 1)
+    house.coordinator.admission.num_good = 0
+    look_after(0.5, 119)
+    assert len(ends) == 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from raafl.transport.tcp import loop as loop_module
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.loop import Reminders, SocketLoop
+from raafl.transport.tcp.loop import TICK_S, Patience, Reminders, SocketLoop
 from raafl.transport.tcp.stream import SocketStream, TimeBudget
 
 
@@ -51,6 +52,37 @@ def test_reminders_have_one_timer_and_end_with_their_last_member(monkeypatch):
     reminders.add(second)
     clock.pass_to(138.0)
     assert heard[3:] == [("second", 138.0)]
+
+
+@pytest.mark.parametrize(
+    "idle_s,counted_s",
+    [
+        (0.25, 0.25),  # of a tick of 0.25 s
+        (0.025, 0.25),  # a tenth is enough
+        (0.01, 0.1),
+        (0.0, 0.025),  # busy all the time
+    ],
+)
+def test_the_clock_of_waits_for_clients_is_slow_while_they_wait_for_the_server(monkeypatch, idle_s, counted_s):
+    clock, selector = HandClock(), SimpleNamespace(idle_s=7.0)
+    monkeypatch.setattr(loop_module, "time", clock)
+    patience = Patience(clock, selector)
+    with patience.running():
+        for tick in range(1, 5):
+            selector.idle_s += idle_s
+            clock.pass_to(100.0 + tick * TICK_S)
+        assert patience.now == pytest.approx(4 * counted_s)
+        before = patience.now
+        with patience.asking():  # the run's loop owes an answer
+            selector.idle_s += TICK_S
+            clock.pass_to(100.0 + 5 * TICK_S)
+        assert patience.now == pytest.approx(before + TICK_S / 10)
+        before = patience.now
+        clock.now, selector.idle_s = 4000.0, selector.idle_s + TICK_S  # the machine was suspended
+        clock.timers.pop()[1]()
+        assert patience.now == pytest.approx(before + TICK_S)
+    clock.pass_to(4010.0)
+    assert not clock.timers  # nobody waits
 
 
 @pytest.fixture

@@ -384,15 +384,12 @@ class SessionLine:
         step = Resumption(session.client, session.incarnation, message.incarnation, self.pair, position)
         self.pair.on_close = self._look_again
         self._put(step)
-        try:
-            with session.loop.patience.asking(), session.awaiting(step.is_taken):
-                while not session.stopping and not self.pair.closed:  # otherwise the run's loop may have ended
-                    with suppress(queue.Empty):
-                        return step.is_taken.get()
-                    await session.loop.pause(math.inf, step.is_taken)
-            return False
-        finally:
-            self.pair.on_close = None  # the connection is another session's now
+        with session.loop.patience.asking(), session.awaiting(step.is_taken):
+            # once the session stops, the run's loop may have ended
+            while step.is_taken.is_empty and not session.stopping and not self.pair.closed:
+                await session.loop.pause(math.inf, step.is_taken)
+        self.pair.on_close = None  # the connection may be another session's now
+        return not step.is_taken.is_empty and step.is_taken.get()
 
     def offer(self, pair: TcpConnection, position: Position) -> bool:
         """Offer the client's next connection to the session; return whether it continues on it. Callable from any thread.
@@ -502,7 +499,7 @@ class SessionLine:
         return None
 
     def _charge(self, left_s: float, here: Position, theirs: Position) -> None:
-        """Keep what is left of the time that the client may be without a connection; once data has arrived, restore all of it.
+        """Store how long the client may still be without a connection, in seconds; progress renews that time.
 
         A client that reconnects without progress has ``resume_s`` seconds in all. Training, in which nothing is
         transferred, is limited by the task's deadline (``Timeouts.task_s``) alone.

@@ -54,7 +54,7 @@ class Mailbox(Generic[T]):
         return self._items.get(timeout=timeout_s) if timeout_s > 0 else self._items.get_nowait()
 
     def nudge(self) -> None:
-        """Wake who waits, though no item has come; to be called on the loop's thread."""
+        """Wake the waiting session although no item has come; to be called on the loop's thread."""
         if (wake := self.wake) is not None:
             wake()
 
@@ -99,10 +99,7 @@ class Reminders:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector that adds up for how long nothing was to be done.
-
-    `idle_s`: those seconds.
-    """
+    """Selector that adds up the seconds in which nothing was ready, `idle_s`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +107,7 @@ class _Selector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for sockets; see `selectors.BaseSelector.select`."""
-        # who comes back to a wait late, since another thread or process had the processor, has not been idle
+        # sockets that became ready while another thread or process had the processor are no idle time
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
@@ -121,11 +118,10 @@ class _Selector(selectors.DefaultSelector):
 
 
 class Patience:
-    """Clock of a server that waits for clients. It runs slowly while the server itself is what they wait for.
+    """Clock by which a server waits for clients; it runs slowly while the clients wait for the server.
 
-    A thousand clients that come back at once wait for this thread; those that it has not got to yet are not silent. So a second
-    counts in full where the loop had nothing to do for a tenth of it, and no request of a client waits for the run's own loop,
-    and else as a tenth at least. A time in which the process did not run at all (a suspended machine) counts as one tick.
+    A tick counts in full if the loop had nothing to do for a tenth of it and the run's loop owes no client an answer, else as a
+    tenth of it at least. Time in which the process did not run (a suspended machine) counts as one tick.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, selector: _Selector) -> None:
@@ -136,7 +132,7 @@ class Patience:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the clock run for who waits in the ``with`` block; to be used on the loop's thread."""
+        """Let the clock run during the ``with`` block; to be used on the loop's thread."""
         self._num_waits += 1
         if not self._is_ticking:
             self._is_ticking, self._looked_s, self._idle_s = True, time.monotonic(), self._selector.idle_s
@@ -148,7 +144,7 @@ class Patience:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Hold the clock up while the server owes a client an answer; to be used on the loop's thread."""
+        """Slow the clock down while the server owes a client an answer; to be used on the loop's thread."""
         self._num_asked += 1
         try:
             yield
@@ -157,7 +153,7 @@ class Patience:
 
     @property
     def now(self) -> float:
-        """Seconds on this clock, which runs only while somebody waits by it."""
+        """Seconds on this clock."""
         return self._elapsed_s
 
     def _tick(self) -> None:

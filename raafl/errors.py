@@ -21,7 +21,7 @@ LONGEST = 200
 """Largest number of characters shown of an error's own message."""
 
 USER_ERRORS = (Exception, SystemExit)
-"""What the user's code may raise: `sys.exit` in it would end the process without a summary, and with a code of its own."""
+"""Errors that the user's code may raise; a `sys.exit` there would end the process without a summary."""
 
 
 class BadInput(ValueError):

@@ -143,7 +143,7 @@ class Admission:
             )
 
     def reject_reason(self, update: Update, assignment: Assignment | None) -> str | None:
-        """Return why an update is refused regardless of its values (unknown assignment, late, wrong layout, ...); else None."""
+        """Return the reason to refuse an update whatever its values (unknown assignment, late, wrong layout, ...); else None."""
         if assignment is None:
             return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
         if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
@@ -167,7 +167,7 @@ class Admission:
         return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
 
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return how many of the samples that a client reports count; `_max_samples` limits those with data of their own."""
+        """Return the number of a client's reported samples that count; `_max_samples` limits clients with data of their own."""
         most = self._max_samples(client)
         return num_samples if most is None else min(num_samples, most)
 

@@ -78,7 +78,7 @@ class Hook(Part):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a method's local training can do, needs, and leaves out.
+    """Abilities and needs of a method's local training.
 
     Attributes:
         proven_as_trained: whether axes are checked on the prepared model; False = what `prepare` adds depends on its own
@@ -147,7 +147,7 @@ class Local(Part):
 
     @property
     def traits(self) -> Traits:
-        """What this method can do, needs, and leaves out; a subclass returns ``replace(super().traits, ...)``."""
+        """Abilities and needs of this method; a subclass returns ``replace(super().traits, ...)``."""
         return Traits()
 
     @property

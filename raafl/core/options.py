@@ -261,7 +261,7 @@ class Privacy:
 
 @dataclass(frozen=True, slots=True)
 class Subfederation:
-    """How long the clients of this run work on a task of the server above, which `raafl join --subfederation` has joined.
+    """Length of a task of the server above, which `raafl join --subfederation` has joined, for the clients of this run.
 
     Attributes:
         merges: number of merges of a task; null = 1, or as many as `seconds` take.

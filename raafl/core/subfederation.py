@@ -107,7 +107,7 @@ def from_json(data: object) -> tuple[Contribution, ...]:
 def check_contributions(
     contributions: Sequence[Contribution], submodels: Submodels, spec: Spec, below: int
 ) -> tuple[Contribution, ...]:
-    """Return what a subfederation says of its update for a task of ``spec``, with one entry for each submodel.
+    """Check a subfederation's contributions to its update for a task of ``spec``; return them with one entry per submodel.
 
     `below`: number of clients that the subfederation may stand for.
 
@@ -176,7 +176,7 @@ def below(experiment: Any, number: int) -> Any:
 
 
 def problems_of(experiment: Any) -> Iterator[str]:
-    """Yield what the config of a run with simulated subfederations says that it cannot do."""
+    """Yield an error for each setting that a run with simulated subfederations does not support."""
     size = experiment.subfederations.size
     if size > experiment.clients:
         yield f"subfederations.size is {size}, more than there are clients: give at most {experiment.clients}"
@@ -254,7 +254,7 @@ class TasksAbove:
 
 
 class TaskBelow:
-    """What the clients of a subfederation have done for one task of the server above, until its last merge."""
+    """Sums over the clients of a subfederation during one task of the server above, up to its last merge."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[Spec, list[float]] = defaultdict(lambda: [0.0, 0, 0])
@@ -278,7 +278,7 @@ class TaskBelow:
                 self._metrics[name][1] += update.num_samples
 
     def contributions(self, num_merges: int) -> tuple[Contribution, ...]:
-        """Return what the clients with each submodel have contributed, in a mean merge of ``num_merges``."""
+        """Return the contribution of the clients with each submodel to a mean merge: the sums divided by ``num_merges``."""
         return tuple(
             Contribution(
                 spec,
@@ -400,7 +400,7 @@ def problem_below(algorithm: Algorithm) -> str | None:
 def differences(
     above: Algorithm, below: Algorithm, training: Training, num_merges: int | None, num_clients: int
 ) -> list[str]:
-    """Return why the result differs from that of one flat federation of all clients, one line each; empty = it is equal.
+    """Return the reasons why the result differs from that of one flat federation, one line each; empty = it is equal.
 
     `training`: training of the clients below. `num_merges`: merges of a task; None = as many as a time allows.
     `num_clients`: number of clients below.
@@ -426,7 +426,7 @@ def differences(
 
 
 def weighs_by(merge: Merge) -> str:
-    """Return what an update of a merge weighs by: equal, samples or tokens."""
+    """Return the unit of an update's weight in a merge: equal, samples or tokens."""
     if (by := getattr(merge, "weights", None)) is not None:
         return str(by)
     return "samples" if getattr(merge, "by_samples", False) else "equal"
@@ -461,7 +461,7 @@ def with_contributions(update: Update, submodels: Submodels, spec: Spec, below: 
 def config_problems(
     algorithm: Algorithm, merge: Merge, takes: Mapping[str, int | None], is_below: bool, hides: Sequence[str]
 ) -> list[str]:
-    """Return what a run's config says that subfederations cannot do, one line each.
+    """Return the problems of a run's config with subfederations, one line each.
 
     Args:
         algorithm: the method.

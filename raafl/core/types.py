@@ -173,7 +173,7 @@ class SumGroup:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What clients with one submodel have added to the update of a subfederation; numbers are sums over these clients.
+    """Contribution of the clients with one submodel to a subfederation's update; numbers are sums over these clients.
 
     Where a task had several merges below, they are divided by their number.
     """

@@ -40,7 +40,7 @@ class Feed:
         self.num_resident = self.num_sent = self.num_bytes = 0
 
     def of(self, task: PreparedTask) -> Callable[..., Iterator[Sized]]:
-        """Return what yields a task's batches on the GPU, with the arguments of `ClientData.batches`.
+        """Return a function that yields a task's batches on the GPU, with the arguments of `ClientData.batches`.
 
         They stay on the CPU where somebody sees them before they are moved: a client of several processes, or hooks of the
         module's own.

@@ -328,7 +328,7 @@ class TrainerModule(LightningModule):
         return found
 
     def configure_optimizers(self) -> Any:
-        """Return what the Trainer's `create_optimizer_and_scheduler` makes for this copy and the length of its task."""
+        """Return the optimizer and scheduler that the Trainer creates for this copy of its model and the length of a task."""
         with self._bound() as trainer:
             try:
                 trainer.create_optimizer_and_scheduler(num_training_steps=self.trainer.estimated_stepping_batches)

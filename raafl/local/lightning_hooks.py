@@ -29,7 +29,7 @@ _SEE_GRADIENTS = {
 
 
 def reads_index(module: nn.Module) -> bool:
-    """Return whether a training step uses its argument for the batch index; True if that cannot be determined."""
+    """Check whether a training step uses its argument for the batch index; True if that cannot be determined."""
     step: Any = inspect.unwrap(cast(Any, type(module)).training_step)
     if not inspect.isfunction(step) or step.__code__.co_argcount < 3:
         return True

@@ -91,7 +91,7 @@ def _plain(value: Tensor | float) -> str:
 
 
 def may_share(evaluator: Evaluator) -> bool:
-    """Return whether other processes may evaluate some of the batches.
+    """Check whether other processes may evaluate some of the batches.
 
     They may not if an evaluation has drawn random numbers or changed a buffer, or the module has a hook that runs before
     the first or after the last batch.

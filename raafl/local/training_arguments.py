@@ -16,7 +16,7 @@ ACCUMULATED: Final = "num_tokens"
 
 
 class Field(NamedTuple):
-    """What becomes of a field of the arguments."""
+    """Treatment of a field of the Trainer's arguments in a federated task."""
 
     use: Literal["taken", "instead", "refused"]  # "taken" by a task, or raafl has a setting "instead", or "refused"
     text: str  # effect of the argument, name of raafl's setting, or remedy if it is refused

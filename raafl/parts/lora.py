@@ -166,7 +166,7 @@ class PrunedAdapted(Adapted):
 
     @property
     def traits(self) -> Traits:
-        """What this training can do, needs, and leaves out."""
+        """Abilities and needs of this local training; see `Traits`."""
         return replace(super().traits, captures=())
 
     def hook(self, task: Task) -> Hook:

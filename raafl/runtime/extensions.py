@@ -1,4 +1,4 @@
-"""List the extensions of a task: what a wing of raafl adds before, around and after each task, at each end.
+"""List the extensions of a task: what an optional feature adds before, around and after each task, at each end.
 
 | end | base class, with its hooks | who calls them |
 | --- | --- | --- |
@@ -49,7 +49,7 @@ EXTENSIONS: dict[str, dict[End, str]] = {
 
 
 class ReplayExtension:
-    """What a wing of raafl adds to the tasks of a replay; this base adds nothing. See `raafl.runtime.extensions`."""
+    """Extension of replayed tasks by an optional feature; this base adds nothing. See `raafl.runtime.extensions`."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator

@@ -157,7 +157,7 @@ class Run:
         return {"min_clients": limits.min_clients, "count_lost": limits.count_lost}
 
     def goals(self) -> Goals:
-        """Return when the run ends."""
+        """Return the goals at which the run ends: numbers of updates and seconds, and targets."""
         from raafl.config.targets import Goals
 
         limits = self.parts.coordinator.limits

@@ -63,7 +63,7 @@ class Due:
 
 
 class ClockExtension:
-    """What a wing of raafl adds to each task in a simulation: before, around and after it. This base adds nothing.
+    """Extension of simulated tasks by an optional feature: before, around and after each. This base adds nothing.
 
     `raafl.runtime.extensions` lists them, and says which run names which.
     """
@@ -372,7 +372,7 @@ class Simulation(Driver):
         self.push(at, ARRIVED, due)
 
     def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
-        """Return how long each part of a task takes from now; its update can be sent from the time ``up_from_s`` on."""
+        """Return the durations of a task's parts, if it starts now; its update can be sent from the time ``up_from_s`` on."""
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)

@@ -51,7 +51,7 @@ class Step:
 
 
 class Owner(Protocol):
-    """What the graphs of a process share; see `raafl.local.captured.tasks.Capture`."""
+    """Objects that all CUDA graphs of a process share; see `raafl.local.captured.tasks.Capture`."""
 
     device: torch.device
 
@@ -117,7 +117,7 @@ class FixedState:
 
 
 class Graphs:
-    """What graphs of one client's steps have in common with those of a batch of clients."""
+    """Base class of the CUDA graphs of one client's steps, and of those of a batch of clients."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner, self._state = owner, FixedState(owner.device)
@@ -359,7 +359,7 @@ def waits_refused() -> Iterator[None]:
 
 
 def form_of(item: object) -> Hashable:
-    """Return what a graph fixes about a batch: structure, shapes, dtypes, strides, and values that are not tensors."""
+    """Return the form of a batch, which a CUDA graph fixes: structure, shapes, dtypes, strides, and values that are no tensors."""
     if isinstance(item, Tensor):
         return item.shape, item.dtype, item.stride()
     if isinstance(item, Mapping):

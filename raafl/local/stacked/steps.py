@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from raafl.local.captured.batches import BatchGraphs
 
 Place = tuple[dict[str, Any], str, str]
-"""Where a tensor of a module is: the dictionary that holds it, its key there, its name in the layout."""
+"""Place of a tensor in a module: the dictionary that holds it, its key there, its name in the layout."""
 
 
 class Member(NamedTuple):

@@ -87,7 +87,7 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return which of the client's rounds follows ``merged`` merged tasks, and the axes whose masks its next task trains.
+        """Return the client's round after ``merged`` merged tasks, and the axes whose masks its next task trains.
 
         A mask selects the units of an axis that the client keeps; without such axes the task trains the blocks of the
         client's window.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Freedom = Literal["begin early", "send beside", "send logs", "send as trained"]
-"""What a plain client may do: begin a task early, train while it sends, send log lines, send values as it has trained them."""
+"""Permissions of a client without extensions: begin a task early, train while it sends, send log lines, send trained values."""
 
 
 class Arrival(NamedTuple):
@@ -53,7 +53,7 @@ class Arrival(NamedTuple):
 
 
 Item = Arrival | str | Exception
-"""What a client's connection brings: a task, the reason of a stop, or an error."""
+"""Item that a client receives: a task, the reason for a stop, or an error."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class TaskRefused(RunFailed):
 
 
 class ClientExtension:
-    """What a wing of raafl adds to each task at the client's end: before, around and after it. This base adds nothing.
+    """Extension of tasks by an optional feature, at the client's end: before, around and after each. This base adds nothing.
 
     `raafl.runtime.extensions` lists them. The receiving thread calls `layout`, `announced`, `asks`, `expect`, `hear`, `given_up`
     and `ended`, the training thread the others; `sent` comes on the thread that sends.
@@ -107,10 +107,10 @@ class ClientExtension:
 
     @classmethod
     def of(cls, setup: Any, credentials: Credentials | None) -> Callable[[Client], ClientExtension]:
-        """Return what makes the extension for a client's connections.
+        """Return a function that creates this extension for each connection of a client.
 
         `setup`: the client's `raafl.runtime.client.setup.ClientSetup`.
-        `credentials`: what the client's site proves itself by; None = nothing.
+        `credentials`: certificates or token of the client's site; None = none.
         """
         return cls
 
@@ -171,7 +171,7 @@ class ClientExtension:
         """See or change the update of a task; raises `TaskRefused` where it is not to be sent."""
 
     def answer(self, answer: Answer) -> Answer:
-        """Return what leaves beside the tensors."""
+        """Return the fields that are sent with an update's tensors, which an extension may change."""
         return answer
 
     def send(self, work: Work, plain: Callable[[Work], None]) -> None:
@@ -182,7 +182,7 @@ class ClientExtension:
         """Take note of an update that was sent."""
 
     def failure(self, error: TaskFailed, told: Failed) -> Failed:
-        """Return what the server is told of the user's code that has failed."""
+        """Return the message about a failure of the user's code, from which an extension may leave out details."""
         return told
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -195,10 +195,10 @@ class ClientExtension:
 
 
 class Gate:
-    """What a client's site allows; this base class has no policy and allows everything."""
+    """Policy of a client's site; this base class allows everything."""
 
     def extensions(self) -> Iterable[Callable[[Client], ClientExtension]]:
-        """Return what this gate adds to each task."""
+        """Return functions that create this gate's extensions of a client."""
         return ()
 
     def wait(self) -> bool:

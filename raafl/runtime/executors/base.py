@@ -96,7 +96,7 @@ class Executor(ABC):
         return
 
     def save(self) -> dict[str, Any]:
-        """Return what a checkpoint must have of this executor, as plain data and tensors; empty where no bit depends on it."""
+        """Return this executor's state for a checkpoint, as plain data and tensors; empty if no result depends on it."""
         return {}
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -130,12 +130,12 @@ class Inline(Executor):
         self._tasks.pop(assignment_id, None)
 
     def on_gpu(self) -> dict[str, Any]:
-        """Return how many tasks had captured steps, and data on the GPU; see `Executor.on_gpu`."""
+        """Return the numbers of tasks with captured steps and with data on the GPU; see `Executor.on_gpu`."""
         return entries_of(self._trainer)
 
 
 def entries_of(trainer: LocalTrainer) -> dict[str, Any]:
-    """Return what the run's summary has of a trainer that uses a GPU."""
+    """Return the summary's entries about a trainer on a GPU: captured steps, and data on the device."""
     found = {"captured": trainer.capture, "data_on_device": trainer.feed}
     return {name: one.counted() for name, one in found.items() if one is not None}
 

@@ -56,7 +56,7 @@ _MOST_SETTLING = 5
 _MOST_ROUNDING = 0.05
 """Largest distance of a fast client's change from that of the client alone, over the latter's length: rounding grows in steps."""
 _ANSWER = ("tensors", "num_samples", "num_steps", "metrics", "extra", "refusal")
-"""What a checkpoint has of a result; ids and times come from its assignment."""
+"""Fields of an update that a checkpoint stores; ids and times come from its assignment."""
 _ALONE: Like = (FULL, -1, -1)  # kind of the tasks that are trained one by one
 
 
@@ -181,7 +181,7 @@ class BatchedExecutor(Executor):
         }
 
     def on_gpu(self) -> dict[str, Any]:
-        """Return how many tasks that were trained one by one had captured steps, and data on the GPU; see `Executor.on_gpu`."""
+        """Return the numbers of one-by-one tasks with captured steps and with data on the GPU; see `Executor.on_gpu`."""
         return entries_of(self._trainer)
 
     # ---- as one batch, or one by one ----

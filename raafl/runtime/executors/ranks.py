@@ -196,7 +196,7 @@ class RankExecutor(Executor):
         return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
 
     def on_gpu(self) -> dict[str, Any]:
-        """Return what this process's own tasks did on the GPU; see `Executor.on_gpu`."""
+        """Return the numbers of this process's tasks with captured steps and with data on the GPU; see `Executor.on_gpu`."""
         return self._inner.on_gpu()
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class ForExtension:
 
 
 Item = Event | ForExtension | LinkStep
-"""What a session tells the run's loop: an event of the run, or a step that the coordinator does not hear of."""
+"""Message from a session to the run's loop: an event for the coordinator, or a step that only the loop handles."""
 
 
 class Inbox:

@@ -100,7 +100,7 @@ class Session(ABC):
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """Return whether the session was started and has not ended."""
+        """Check whether the session was started and has not ended."""
 
     # ---- called by the protocol ----
 
@@ -370,7 +370,7 @@ class ThreadSession(Session):
         self._thread.join(timeout)
 
     def is_alive(self) -> bool:
-        """Return whether the session goes on; see `Session.is_alive`."""
+        """Check whether the session was started and has not ended."""
         return self._thread.is_alive()
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:

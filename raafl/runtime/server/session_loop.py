@@ -72,7 +72,7 @@ class LoopSession(Session):
         self._over.wait(timeout)
 
     def is_alive(self) -> bool:
-        """Return whether the session goes on; see `Session.is_alive`."""
+        """Check whether the session was started and has not ended."""
         return self._begun and not self._over.is_set()
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:

@@ -170,7 +170,7 @@ class TurnAway:
 
 Need = Send | Receive | NextTask | Await | Compute | Work | Beside | Join | HandOver | Confirm | TurnAway
 Steps = Generator[Need, Any, T]
-"""What a part of a session yields and is given; T is its result."""
+"""Generator that yields requests of a session, and gets their results; T is its own result."""
 
 
 class Branch(ABC):
@@ -281,7 +281,7 @@ class Sent:
 
 
 class SessionExtension:
-    """What a wing of raafl adds to each task at the server's end: before, around and after it. This base adds nothing.
+    """Extension of tasks by an optional feature, at the server's end: before, around and after each. This base adds nothing.
 
     `raafl.runtime.extensions` lists them, and says which config names which.
     """
@@ -314,7 +314,7 @@ class SessionExtension:
 
 @dataclass(frozen=True, slots=True)
 class SessionSetup:
-    """What all sessions of a run have in common."""
+    """Setup that all sessions of a run share."""
 
     submodels: Submodels
     waits: Timeouts = field(default_factory=Timeouts)

@@ -46,7 +46,7 @@ _PARTING_S = 0.5  # seconds in which a replaced session may end by itself
 
 
 class LoopExtension:
-    """What a wing of raafl adds in the main loop of a real run; this base adds nothing. See `raafl.runtime.extensions`."""
+    """Extension of a real run's main loop by an optional feature; this base adds nothing. See `raafl.runtime.extensions`."""
 
     def __init__(self, server: Server) -> None:
         self.server = server

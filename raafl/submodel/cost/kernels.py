@@ -26,7 +26,7 @@ _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels of a block."""
 _SMALL_BLOCK = 8
 _CONVOLUTION = 0.75
-"""How many times the bytes of a convolution count, those of its copies included."""
+"""Factor by which the bytes of a convolution count, those of its copies included."""
 _TIMES = {
     _aten.bernoulli: 8.5,
     _aten.bernoulli_: 8.5,
@@ -71,7 +71,7 @@ _TIMES = {
     _aten.fill_: 0.45,
     _aten.relu_: 0.45,
 }
-"""How many times the bytes of an operation count; those of what is not here once. By `benchmarks.operations`, in bytes of
+"""Factors by which the bytes of operations count; those of others count once. Measured by `benchmarks.operations`, in bytes of
 the layer of `raafl.devices.measure`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
@@ -79,9 +79,9 @@ _ROOT, _ROOT_OF_ZERO = 0.5, 2.75
 
 
 def root_times(zero_share: float) -> float:
-    """Return how many times the bytes of a square root count, for values of which this share is zero.
+    """Return the factor by which a square root's bytes count, for values of which this share is zero.
 
-    The root of zero takes 5.5 times as long as another; a run before `Rules.sees_zeros` counts all as a mixture of both.
+    The root of zero takes 5.5 times as long as others; runs before `Rules.sees_zeros` count all as a mixture of both.
     """
     return _ROOT + zero_share * (_ROOT_OF_ZERO - _ROOT)
 

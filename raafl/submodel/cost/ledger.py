@@ -41,7 +41,7 @@ _OVERWRITES = frozenset({_aten.copy_, _aten.zero_, _aten.fill_})
 _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten.addcdiv_})
 """In-place operations of optimizers; without values they do nothing, though torch takes its time for them."""
 _LOOP_LAUNCHES, _LOOP_BYTES = 0.22, 0.5
-"""What the launch and the bytes of an operation count within a loop of torch's own: no Python lies between two of them, and
+"""Factors of an operation's launch and bytes within a loop of torch's own, where no Python runs between two operations, and
 an operand was written just before, so that it is in a cache. Measured with GRUs and RNNs: 2 to 4 us of 12 to 17 us."""
 
 

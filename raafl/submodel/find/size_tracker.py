@@ -342,7 +342,7 @@ def _counts(value: object) -> bool:
 
 
 Origin = Any
-"""Where a number comes from: an `Attribute` key, a `Dim`, (operator, origin, origin), or a plain number."""
+"""Origin of a number: an `Attribute` key, a `Dim`, (operator, origin, origin), or a plain number."""
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod")

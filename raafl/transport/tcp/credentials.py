@@ -27,7 +27,7 @@ Proof = tuple[str | None, int]
 
 
 class ServerLogin:
-    """How a server proves itself on each new connection, and checks the client."""
+    """Server's side of the authentication on each new connection: it proves itself and checks the client."""
 
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context of the next connection; None = plain TCP."""
@@ -42,7 +42,7 @@ class ServerLogin:
 
 
 class ClientLogin:
-    """How a client proves itself on each new connection, and checks the server; `context` is called before `begin`."""
+    """Client's side of the authentication on each new connection; `context` is called before `begin`."""
 
     preamble: bytes = b""
     """Bytes that are sent before anything else: which run of a server for many is asked for (`raafl.transport.tcp.handover`)."""
@@ -60,12 +60,12 @@ class ClientLogin:
         raise NotImplementedError
 
     def explain(self, refused: Refused) -> str:
-        """Return what this end knows about why it was refused, to be added to the message."""
+        """Return this end's explanation of a refusal, which is added to the message; "" = none."""
         return ""
 
 
 class Credentials(ABC):
-    """What a process proves itself by: certificates, or the token of one command's processes."""
+    """Means by which a process authenticates: certificates, or a token that the processes of one command share."""
 
     certified: ClassVar[bool] = False
     """Whether both ends have certificates, so that other machines may connect; else only this machine may."""
@@ -75,11 +75,11 @@ class Credentials(ABC):
 
     @abstractmethod
     def server_login(self) -> ServerLogin:
-        """Return how a server proves itself; raises `BadInput` if a file cannot be used."""
+        """Return the server's side of the authentication; raises `BadInput` if a file cannot be used."""
 
     @abstractmethod
     def client_login(self) -> ClientLogin:
-        """Return how a client proves itself; raises `BadInput` if a file cannot be used."""
+        """Return the client's side of the authentication; raises `BadInput` if a file cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class LocalToken(Credentials):
         return cls(token)
 
     def server_login(self) -> ServerLogin:
-        """Return how a server proves itself: not at all, it reads the client's token."""
+        """Return the server's side of the authentication, which only reads the client's token."""
         return _ServerToken(self.token)
 
     def client_login(self) -> ClientLogin:
-        """Return how a client proves itself: by the token."""
+        """Return the client's side of the authentication, which sends the token."""
         return _ClientToken(self.token)
 
 

@@ -37,7 +37,7 @@ def digest_of(run: str) -> bytes:
 
 
 def preamble(run: str) -> bytes:
-    """Return what a client of a run sends before TLS."""
+    """Return the bytes that a client sends before TLS, which name the run that it asks for."""
     return _PREAMBLE.pack(MAGIC, VERSION, 0, digest_of(run))
 
 

@@ -129,7 +129,7 @@ def _answer(text: str) -> bytes:
 
 
 HANDSHAKE_S = 5.0
-"""How long a caller may take for its part of the handshake."""
+"""Seconds that a caller may take for its part of the handshake."""
 
 MAX_CALLERS = 256
 """Most callers that are being admitted at once."""

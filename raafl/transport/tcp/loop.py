@@ -290,7 +290,7 @@ class SocketLoop:
         return asyncio.run_coroutine_threadsafe(steps, self._loop).result()
 
     def reminders(self, every_s: float) -> Reminders:
-        """Return what calls functions on the loop's thread, each once in so many seconds."""
+        """Return an object that calls functions on the loop's thread, each every ``every_s`` seconds."""
         if every_s not in self._reminders:
             self._reminders[every_s] = Reminders(self._loop, every_s)
         return self._reminders[every_s]

@@ -47,7 +47,7 @@ Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
 
 
 class Progress:
-    """What one end of a session has sent and received, and the part of its last message that the other end may lack.
+    """Record of the messages that one end has sent and received, and of the part of the last one that the other may lack.
 
     `num_sent`, `num_received`: number of task messages.
     `last`: last task message sent; None = it has arrived.

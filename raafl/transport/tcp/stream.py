@@ -22,10 +22,10 @@ from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
 
 AHEAD_BYTES = 64 << 10
-"""How much is read ahead, so that a short message costs one system call."""
+"""Bytes that are read ahead, so that a short message costs one system call."""
 
 UNSENT_BYTES = 512 << 10
-"""How much of a message the kernel may hold unsent, so that a send ends only when the peer takes the message."""
+"""Unsent bytes that the kernel may buffer: few, so that a send ends only when the peer takes the message."""
 
 _MAX_PARTS = 64  # buffers per call of sendmsg, far below IOV_MAX of any system
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}

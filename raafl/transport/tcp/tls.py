@@ -23,10 +23,10 @@ from raafl.transport.tcp.stream import (
 )
 
 WRITE_BYTES = 256 << 10
-"""How much one SSL_write is given. It makes records of 16 KiB of it; shorter writes cost more calls, longer ones hold the lock."""
+"""Bytes for one SSL_write, which makes records of 16 KiB; fewer cost more calls, more hold the lock longer."""
 
 READ_BYTES = 256 << 10
-"""How much is read under one lock: a fifth less CPU for a long message than a lock, a poll and a count for each record."""
+"""Bytes read under one lock: a fifth less CPU for a long message than a lock, a poll and a count for each record."""
 
 RECORD_BYTES = 16 << 10
 """Longest plaintext of a TLS record."""

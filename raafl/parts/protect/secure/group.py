@@ -156,7 +156,7 @@ def reveal_bytes(coverage: Coverage, member_id: int, survivors: frozenset[int], 
 
 
 def open_positions(coverage: Coverage, member_id: int, survivors: frozenset[int], min_cover: int) -> list[int]:
-    """Return which of a member's cells the server may unmask, as positions in the list of the member's cells.
+    """Return the cells of a member that the server may unmask, as positions in the list of the member's cells.
 
     A cell is a set of elements that the same members train.
     """

@@ -136,18 +136,23 @@ def _scale(exhibit: Exhibit) -> str:
 
 
 def table(found: Sequence[Decided], of: Paper) -> str:
-    """Return the claims of a paper as a Markdown table."""
-    rows = [["claim", "where", "paper", "here", "seeds", "scale", "verdict", "decided by"]]
+    """Return the claims of a paper, and then the runs that decide them, as two Markdown tables."""
+    rows = [["claim", "where", "paper", "here", "verdict", "runs"]]
+    runs: dict[tuple[str, str], set[int]] = {}  # seeds by exhibit and result
     for one in found:
         claim = one.claim
         exhibit = of.exhibits.get(claim.get("exhibit", ""))
-        by = f"`raafl reproduce {of.name} {exhibit.name}`" if exhibit is not None and not exhibit.missing else ""
-        if "result" in claim:
-            by += f", `benchmarks/results/{claim['result']}.json`"
-        scale = _scale(exhibit) if exhibit is not None and one.measured is not None else ""
-        seeds = "" if one.measured is None else str(one.measured.num)
-        rows.append([claim["says"], claim["where"], claim["paper"], shown(one), seeds, scale, one.verdict, by])
-    return markdown(rows)
+        name = exhibit.name if exhibit is not None and not exhibit.missing else ""
+        if name or "result" in claim:
+            seeds = runs.setdefault((name, claim.get("result", "")), set())
+            seeds |= set() if one.measured is None else {one.measured.num}
+        rows.append([claim["says"], claim["where"], claim["paper"], shown(one), one.verdict, name])
+    decide = [["runs", "result", "seeds", "scale"]]
+    for (name, result), seeds in runs.items():
+        link = f"[{result}](../benchmarks/results/{result}.json)" if result else "none yet"
+        scale = _scale(of.exhibits[name]) if name and seeds else ""
+        decide.append([name, link, " or ".join(map(str, sorted(seeds))), scale])
+    return f"{markdown(rows)}\n\n`raafl reproduce {of.name} RUNS` does the runs of a row:\n\n{markdown(decide)}"
 
 
 def reasons(found: Sequence[Decided]) -> str:
@@ -247,7 +252,7 @@ Differences are paired by seed, with 95 % intervals by Student's t, and correcte
 Ratios of times are geometric means; a run that did not reach the target counts as reaching it at its end, so its ratio
 is only a bound.
 Claims of no difference are shown where the whole interval lies within the margin in `claims.yaml`.
-A claim at a small scale, or on another data set, is one about that scale: the column says so.
+A claim at a small scale, or on another data set, is one about that scale.
 Times are known only up to the distance between two evaluations: if all seeds reach a target at the same one, the
 interval has no width.
 {len(old)} results were computed by earlier rules for the time of a task, as `rules` in their files says.

@@ -73,11 +73,9 @@ class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in alphabetical order."""
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Return the number of methods."""
         return len(self._names)
 
 

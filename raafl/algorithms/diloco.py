@@ -221,7 +221,7 @@ def adam_of(task: Task) -> torch.optim.Adam:
 
 
 def count_of(steps: float, optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
-    """Return Adam's number of steps so far as a tensor: on the parameters' device in the forms that look for it there."""
+    """Return Adam's step count as a tensor; on the parameters' device for fused and capturable Adam, else on the CPU."""
     group = optimizer.param_groups[0]
     return torch.tensor(steps, device=device if group.get("fused") or group.get("capturable") else "cpu")
 
@@ -460,7 +460,7 @@ class BySpeed(WrappedSelect):
         return replace(work, num_steps=min(max(math.floor(most * share + 1e-9), self.least), most))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Predict the client's speed, and forget what was measured, since it may have joined from another device."""
+        """Predict the client's speed, and delete its measured speed, since it may have joined from another device."""
         super().on_join(client, fleet)
         fleet.state.memory.of(SpeedMemory).ratio.pop(client.id, None)
         self._record(client, Work(), fleet)

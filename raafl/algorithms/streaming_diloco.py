@@ -285,7 +285,7 @@ class ByFragment(Wrapped):
 
 @dataclass(frozen=True)
 class DelayedByFragment(DelayedNesterov):
-    """Nesterov momentum that is applied once in N updates: as many as it takes each client to send each fragment once.
+    """Nesterov momentum that is applied once in N updates, after which each client has sent each fragment once.
 
     N is the number of clients times the number of fragments, unless a number is given.
 

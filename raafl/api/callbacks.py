@@ -110,7 +110,7 @@ class LambdaCallback(Callback):
     """Callback made from functions: ``LambdaCallback(on_version=lambda run, version: ...)``."""
 
     def __init__(self, **functions: _Callable[..., Any]) -> None:
-        """Store functions by the name of the method each implements.
+        """Make a callback of functions; each keyword is the callback method that the function implements.
 
         Raises:
             BadInput: there is no such method, or a function is not callable.

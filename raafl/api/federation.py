@@ -332,7 +332,7 @@ class Federation:
     def axes(
         self, module: object, data: object = None, *, rates: Sequence[float] = (0.5, 0.25), **how: Any
     ) -> AxesReport:
-        """List the axes of a model (dimensions that shrink together), what rates leave, and what stays whole and why.
+        """List a model's axes (dimensions that shrink together), the shares that rates keep, and dimensions that cannot shrink.
 
         Args:
             module: model, as for `simulate`.
@@ -574,7 +574,7 @@ class _Output:
 
 
 def _script(num_clients: int) -> list[str]:
-    """Return the command line that started this script, for its clients; raise `BadInput` if it cannot start any."""
+    """Return the command line that started this script, with which clients are started; raise `BadInput` if that cannot work."""
     if num_clients < 1:
         raise BadInput(f"'local' is {num_clients}: give the number of clients to start, 1 or more")
     if _started:

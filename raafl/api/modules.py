@@ -166,7 +166,7 @@ class ModuleSpec:
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
-        """Build a new LightningModule from what the user gave."""
+        """Build a new LightningModule from the user's model."""
         if isinstance(self.given, str):
             from model_zoo import HFSequenceClassifier
 

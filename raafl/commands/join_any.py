@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def join_any(own: Namespace, argv: Sequence[str]) -> int:
-    """Work for the runs of a server, until a signal comes or there was none for ``--idle_s``; return the exit code.
+    """Train for all runs of a server until a signal, or until there was no run for ``--idle_s``; return the exit code.
 
     Raises:
         BadInput: a certificate is of no use.
@@ -87,7 +87,7 @@ class Clients:
     _busy_s: float = field(default=0.0, init=False)
 
     def work(self) -> int:
-        """Work until a signal comes, or there was nothing to do for ``--idle_s``; return the exit code."""
+        """Start clients for runs until a signal, or until there was no run for ``--idle_s``; return the exit code."""
         self._answered_s = self._busy_s = time.monotonic()
         with Signals() as signals:
             try:

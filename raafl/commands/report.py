@@ -96,7 +96,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
-    """Write ``data`` to ``path`` atomically, and return a line about the file; errors name ``name``, the path's option."""
+    """Write ``data`` to ``path`` atomically; return a line about the file, or raise an error that names the option ``name``."""
     try:
         with atomic_file(path) as file:
             file.write(data)

@@ -74,7 +74,7 @@ def join_above(own: Namespace, rest: Sequence[str]) -> tuple[tuple[dict[str, Any
 
 
 class Bridge(RunHooks):
-    """Observer of the run below that is a client of the server above, on a thread of its own.
+    """Observer of the subfederation's run, which acts as a client of the server above on a thread of its own.
 
     Attributes:
         inbox: events of the run below, among them the tasks of the server above.

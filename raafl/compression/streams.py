@@ -126,7 +126,7 @@ class DownlinkCodec(_End):
         return None if self._resident is None else self._resident.own(assignment, self._scratch, device)
 
     def unpack(self, assignment: Assignment, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Decompress the tensors that a client has received, note the values as what it now has, and return them.
+        """Decompress the tensors that a client has received, store them as the client's present values, and return them.
 
         Args:
             assignment: assignment of the task.

@@ -43,7 +43,6 @@ class _Encoded:
     group: Tensor
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return len(self.group)
 
     def of(self, example: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +67,6 @@ class _TokenRows(Dataset[dict[str, Tensor]]):
             self.labels = encoded.labels[firsts].to(torch.int64)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where one split of a text set comes from: its files, and a function that reads texts and labels from them."""
+    """Source of one split of a text set: its files, and a function that reads texts and labels from them."""
 
     sources: Sequence[Path | str]
     read: Callable[[], tuple[list[str], Labels]]

@@ -64,7 +64,7 @@ _CHAIN = 64
 def measure_host(
     device: str | torch.device, duration_s: float = 1.0, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Measure what a GPU's host takes to launch an operation and a product, and its bandwidth, as fields of a `Profile`.
+    """Measure the seconds in which a GPU's host launches an operation and a product, and the bandwidth, as fields of `Profile`.
 
     Two chains of layers on a few values, forward and backward, give the host's times, and a layer of elementwise
     operations on many values the bandwidth. The fastest of several rounds counts.
@@ -140,7 +140,7 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Mem
 
 
 def free_on_machine() -> float:
-    """Return how many bytes of memory new processes may take: what the machine has, or their control groups leave."""
+    """Return the bytes of memory that new processes can allocate: the machine's free memory, or less if control groups limit it."""
     return min(_system_available_bytes(), _cgroup_left_bytes())
 
 

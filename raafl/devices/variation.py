@@ -136,6 +136,6 @@ class _Rate:
 
 
 def _normal(draw: Draw, *parts: int | str) -> float:
-    """Draw from a standard normal distribution by ``draw``, clamped to four standard deviations."""
+    """Convert the random integer of ``draw`` to a standard normal number, clamped to four standard deviations."""
     share = ((draw(*parts) >> 11) + 0.5) / 2**52  # 52 bits plus a half: exact in a double, and never 0 or 1
     return max(-_MOST_DEVIATIONS, min(_NORMAL.inv_cdf(share), _MOST_DEVIATIONS))

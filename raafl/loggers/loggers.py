@@ -115,7 +115,7 @@ class Loggers(RunHooks):
             worker.put(lambda logger: log(logger, measured), counted=True)
 
     def publish(self, summary: dict[str, Any]) -> None:
-        """Log summary, tables and final model; wait, for a limited time, until all is written, and add what came of it."""
+        """Log summary, tables and final model; wait a limited time for the loggers, and add their outcome to the summary."""
         folder, reason = self._run.folder, summary["finished"]
         tables, typed = Tables(folder), cast(Summary, summary)
         status = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")

@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 
 
 class AppendFile(Generic[Item]):
-    """File, such as CSV or JSON lines, to which complete rows are appended; there is one writer.
+    """File of rows, such as CSV or JSON lines, to which a single writer appends complete rows.
 
     `num_rows`: number of rows that were written.
     `num_dropped`: number of rows that will never be written.

@@ -304,7 +304,7 @@ def measure(path: Path) -> tuple[int, int]:
 
 
 def cut_incomplete_row(path: Path) -> None:
-    """Remove what follows the last line end of a file, as a crash leaves it."""
+    """Remove an incomplete last row, which a crash has left, from a file."""
     os.truncate(path, measure(path)[0])
 
 
@@ -365,7 +365,7 @@ class ChainCheck:
 
     @property
     def has_chain(self) -> bool:
-        """Whether the journal is protected by hashes: some row has one, or there is no row yet."""
+        """Whether hashes protect the journal: some row has a hash, or the journal is empty."""
         return self.num_unlinked < self.num_rows or self.num_rows == 0
 
     @property

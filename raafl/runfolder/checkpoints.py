@@ -42,7 +42,7 @@ def contents(
     values: Mapping[str, torch.Tensor] | None = None,
     left_out: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the contents of a checkpoint file, as Lightning's Trainer would save the module, and what raafl needs beside.
+    """Return the contents of a checkpoint file: the module as Lightning's Trainer saves it, and raafl's own state.
 
     `raafl`: plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
     `left_out`: function that is called with a sentence about each part that is not plain data, and so is left out;

@@ -78,7 +78,7 @@ class JournalReader:
         self.path = path / JOURNAL if path.is_dir() else path
 
     def written(self) -> Iterator[JournalRow]:
-        """Yield all rows in order, including those that no longer count since the run was resumed.
+        """Yield all rows in order, including those that a resume has rolled back.
 
         An incomplete last line, as a crash leaves, is skipped.
 

@@ -60,7 +60,7 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
 
 
 def program() -> str:
-    """Return what starts raafl in the user's shell: its name where the shell would find it, else this Python with ``-m``."""
+    """Return the command that starts raafl in the user's shell: its name if it is on PATH, else this Python with ``-m``."""
     if shutil.which("raafl"):
         return "raafl"
     python = Path(sys.executable)

@@ -349,7 +349,7 @@ def sample_rows(folder: Path) -> list[list[str]] | None:
 
 
 def sample_images(folder: Path) -> dict[int, tuple[bytes, str]]:
-    """Return the pictures of test samples by the sample's number, as PNG files, and what was predicted for each last, in words."""
+    """Return by number of the test sample its picture as a PNG file, and its last prediction as text."""
     captions = {}
     for version, kind, text, output, expected, probability in sample_rows(folder) or []:
         if kind == "class":

@@ -72,7 +72,7 @@ class DryRun(PolicyRefusal):
 
 
 def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str], None]) -> NoReturn:
-    """Show what a client would do in a run, or why its site refuses the run; then raise `DryRun`."""
+    """Print what a client would do in a run, or why its site refuses the run; then raise `DryRun`."""
     for line in _sections(config_yaml):
         say(line)
     try:
@@ -91,7 +91,7 @@ def _sections(config_yaml: str) -> list[str]:
 
 
 def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
-    """Describe, a line each, what the tasks of a run would do at this client, and which data it would send."""
+    """Describe a run's tasks at this client, and the data that it would send, one line each."""
     trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment
     batch = trainer.training.batch_size or data.batch_size or 1
     epochs, steps = trainer.training.num_epochs, trainer.training.num_steps

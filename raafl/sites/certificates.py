@@ -324,7 +324,7 @@ class _Memory:
 
 
 def is_missing(path: Path) -> bool:
-    """Check whether there is nothing at a path; what cannot be looked up, or is no file, is not missing."""
+    """Check that nothing is at a path; a path that cannot be looked up, or that is no file, is not missing."""
     try:
         path.lstat()
     except OSError as error:

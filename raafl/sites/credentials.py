@@ -99,7 +99,7 @@ class TlsFiles(Credentials):
         return holder
 
     def dates(self) -> str:
-        """Return between which dates the certificate is valid, and what this machine's clock says, as text.
+        """Return the dates of the certificate's validity, and the time on this machine's clock, as text.
 
         Only the other side's clock decides whether it accepts the certificate, so a date to come is no `BadInput` here.
         """

@@ -83,7 +83,7 @@ class SiteClient(ClientExtension):
         self._gate.before(assignment)
 
     def after(self, work: Work) -> None:
-        """Refuse an update that the policy does not let leave, or make it private."""
+        """Refuse an update that the policy forbids to send; else add the policy's noise to it."""
         work.update = self._gate.after(work.assignment, work.update, work.received)
 
     def answer(self, answer: Answer) -> Answer:
@@ -92,7 +92,7 @@ class SiteClient(ClientExtension):
         return replace(answer, metrics=self._gate.metrics(answer.metrics), logs=logs)
 
     def failure(self, error: TaskFailed, told: Failed) -> Failed:
-        """Hide the traceback, unless the policy lets it leave, and add the site's log lines."""
+        """Remove the traceback from a failure unless the policy allows to send it, and add the log lines that it allows."""
         told = Failed.of(error, private=not self._gate.policy.tracebacks)
         return replace(told, logs=self._gate.log_lines())
 
@@ -491,7 +491,7 @@ class Consents:
     """Asks people at the site for the consent that its policy requires."""
 
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
-        """Create the folder for requests if it is missing; raise BadInput if that fails.
+        """Create the folder for requests for consent if it is missing; raise BadInput if that fails.
 
         `consent`: the policy's settings; None = nobody is asked. `ended`: called while waiting; True ends the wait.
         """

@@ -44,7 +44,7 @@ _LOCK_S: Final = 2.0  # seconds to wait for the lock, which another process take
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for a run."""
+    """Request for a run: who submitted it and when, and whether it is to stop."""
 
     id: str  # random, so that clients can tell a new run from an earlier one of the same name
     since: float  # seconds since 1970
@@ -81,12 +81,12 @@ class HostedRun:
 
     @property
     def asked(self) -> Asked | None:
-        """What was asked for the run; None = it is not known yet."""
+        """Stored request for the run; None = there is none yet."""
         found = _read(self._own / "asked.json")
         return None if found is None else Asked(**found)
 
     def ask(self, asked: Asked) -> None:
-        """Write down what is asked for the run."""
+        """Store the request for the run."""
         self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(self._own / "asked.json", asdict(asked))
 
@@ -128,7 +128,7 @@ class HostedRun:
                 os.kill(pid, signal.SIGINT)
 
     def resume(self) -> None:
-        """Let a run that has stopped or failed go on from its last checkpoint."""
+        """Let a run that has stopped or failed continue from its last checkpoint."""
         asked = self.asked
         assert asked is not None
         self.ask(replace(asked, stop=False))
@@ -136,7 +136,7 @@ class HostedRun:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a process keeps the run, also one that an earlier process of this server has started."""
+        """Whether some process runs this run, even one that an earlier process of this server has started."""
         with suppress(OSError):
             descriptor = os.open(self._own, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -172,7 +172,7 @@ class HostedRun:
                 path.unlink(missing_ok=True)
 
     def pass_on(self, connection: socket.socket) -> bool:
-        """Pass a connection to the run's server, or to the next one that is started; return False if nobody keeps the run.
+        """Pass a connection to the run's process, or to the next one that is started; return False if there is no process.
 
         The caller still closes its own descriptor, without shutting the connection down.
 

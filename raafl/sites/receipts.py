@@ -230,7 +230,7 @@ class ReceiptsClient(ClientExtension):
         self._receipts = receipts
 
     def after(self, work: Work) -> None:
-        """Note what was trained, before the site's policy changes it."""
+        """Record the fingerprint of the trained values, before the site's policy adds noise to them."""
         work.notes["trained"] = work.update.tensors.fingerprint()
 
     def send(self, work: Work, plain: Callable[[Work], None]) -> None:
@@ -363,7 +363,7 @@ def server_keys(receipts: Sequence[Receipt]) -> list[str]:
 
 
 def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], list[str]]:
-    """Compare a site's receipts with the journal of a run; return errors found, and remarks on what cannot be checked.
+    """Compare a site's receipts with a run's journal; return contradictions, and remarks on points that cannot be checked.
 
     Raises:
         ValueError: the journal has an invalid line.

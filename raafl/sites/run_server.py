@@ -125,7 +125,7 @@ def ask(address: str, question: Question, login: ClientLogin, *, proxy: str | No
 
 
 class RunServer:
-    """Server for many runs; a context manager, which listens and answers on threads of its own.
+    """Server for many runs; as a context manager it listens and answers on threads of its own.
 
     Leaving it ends no run. `look` is to be called again and again on one thread: it starts what has to run.
     """
@@ -348,7 +348,7 @@ class RunServer:
 
 
 def check_config(folder: Path, name: str, text: str, *, trusted: bool) -> None:
-    """Check the config of a run that is submitted, in a process of its own, since that imports what the config names.
+    """Check a submitted config in a process of its own, since the check imports the classes that the config names.
 
     The run's own process checks it again. `trusted`: whether it may name any class.
 

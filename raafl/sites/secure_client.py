@@ -95,23 +95,23 @@ class MaskedClient(Questions):
 
     @classmethod
     def notes(cls, *, certified: bool) -> list[str]:
-        """Say what masks do not protect from where keys are not certified."""
+        """Return a warning about what masking does not prevent if clients' keys are not certified."""
         return [] if certified else [UNCERTIFIED]
 
     @classmethod
     def of(cls, setup: ClientSetup, credentials: Credentials | None) -> Callable[[Client], ClientExtension]:
-        """Return what makes the extension, with what the client's site contributes."""
+        """Return a function that creates the extension for a client, with the terms of the client's site."""
         merge = setup.experiment.secured(setup.experiment.algorithm).merge
         assert isinstance(merge, SecureSum)
         files = credentials if isinstance(credentials, TlsFiles) else None
         return partial(cls, merge=merge, terms=_site_terms(setup, files))
 
     def answer(self, answer: Answer) -> Answer:
-        """Leave out what would tell of this client alone."""
+        """Remove metrics and extras from the answer, which would describe this client alone."""
         return replace(answer, metrics={}, extra={})
 
     def send(self, work: Work, plain: Callable[[Work], None]) -> None:
-        """Send an update masked, and what opens its group's sum as the task's last message."""
+        """Send an update masked; the task's last message has the client's part in unmasking its group's sum."""
         client, assignment, update = self.client, work.assignment, work.update
         assert work.answer is not None
         if (refusal := self._refusal(update)) is not None:
@@ -281,7 +281,7 @@ class SiteKeys:
         self._partners = None if partners is None else {*partners, self.site}
 
     def prove(self, text: str) -> KeyProof:
-        """Sign what this client says of itself in one task, so that other clients can check whose it is."""
+        """Sign this client's claim for one task, so that other clients can check which site made it."""
         return KeyProof(self._chain, self._signer.sign(text))
 
     def check(self, group: Group, proofs: Mapping[int, KeyProof]) -> None:

@@ -61,7 +61,7 @@ MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class KeyProof:
-    """Proof that a client's keys, and what it says of its task, are a site's; both are empty without certificates."""
+    """Proof that a client's keys and claims come from a site; both fields are empty without certificates."""
 
     # the site's certificate and any intermediate ones; each is base64 of DER, separated by spaces
     certificate: str = ""
@@ -268,7 +268,7 @@ class Signed:
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """Message that passes the members' signatures on: of the senders by those that survive, or of both lists."""
+    """Message with members' signatures: of the list of senders by the surviving members, or of both lists."""
 
     by_member: Mapping[int, bytes]  # signature of each member that sent one, by its task's id, ascending
 

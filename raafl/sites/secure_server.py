@@ -352,7 +352,7 @@ class SecureLoop(LoopExtension):
 
     @classmethod
     def notes(cls, *, certified: bool) -> list[str]:
-        """Say what masks do not protect from where keys are not certified."""
+        """Return a warning about what masking does not prevent if clients' keys are not certified."""
         return [] if certified else [UNCERTIFIED]
 
     def __init__(self, server: Server) -> None:
@@ -365,11 +365,11 @@ class SecureLoop(LoopExtension):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a group is at work, while the coordinator hears of nothing."""
+        """Whether a group's protocol is in progress, during which the coordinator gets no events."""
         return self._aggregator.is_running
 
     def take(self, item: Event | ForExtension | None) -> None:
-        """See to groups of masked updates; return None: events are told here, when no group is at work."""
+        """Pass a message or event to the groups; return None, since events reach the coordinator only between groups."""
         if isinstance(item, SecureStep):
             self._aggregator.take(item)
         elif isinstance(item, Lost):

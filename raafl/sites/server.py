@@ -268,7 +268,7 @@ class SiteSession(SessionExtension):
         return replace(message, head=SignedHead.sign(task.head, task.assignment.id, self._signer)), values
 
     def after(self, message: Answer | Failed) -> None:
-        """Store the log lines that the site lets the server have."""
+        """Store the log lines that the site's policy allows the server."""
         self._take_logs(self.session.client, message.logs)
 
 
@@ -284,7 +284,7 @@ T = TypeVar("T")
 def site_sessions(
     run: Run, rules: Callable[[int], SiteRules] = lambda client: ANYTHING
 ) -> Iterator[Callable[[SessionProtocol], SessionExtension]]:
-    """Open what the sessions of a run with clients of other sites have in addition; yield what makes it for a session.
+    """Open the files for sessions with clients of other sites; yield a function that creates a session's extension.
 
     `rules`: returns the limits of a client's site.
     """

@@ -242,7 +242,7 @@ def _make_live(file: TextIO) -> Live:
 
 
 class Cell:
-    """The live table in a notebook: one output of the cell, which each update replaces; it offers what rich's `Live` does here.
+    """Live table in a notebook, with the methods of rich's `Live`: one output of the cell, which each update replaces.
 
     Lines of text are kept below the table, so that the cell has one output for each run, and none that grows.
     """
@@ -273,7 +273,7 @@ class Cell:
             self._refresh()
 
     def stop(self) -> None:
-        """Leave the output as it is."""
+        """Do nothing: the last output remains."""
 
     def _refresh(self) -> None:
         self._handle.update(self._html())

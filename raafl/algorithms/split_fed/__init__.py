@@ -208,7 +208,7 @@ class Split(Local):
         return Hook(task) if both is None else BothHook(task, both.server)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of the client's half by following its steps; messages cost what `estimate` says."""
+        """Predict the cost of the client's half by tracing its steps, and that of messages by `estimate`."""
         both = self.exchange(submodels)
         if both is None:
             return submodels.cost(spec, batch_size)

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, repr=False)
 class ComparisonResult:
-    """Result of a comparison; as text it is the table and what its differences show, in a notebook the curves, too.
+    """Result of a comparison; it prints as a table with sentences about its differences, in a notebook with curves, too.
 
     Attributes:
         result: content of result.json.

@@ -274,7 +274,7 @@ class Cluster:
 
     @classmethod
     def of(cls, name: Name, given: Sequence[str]) -> Cluster:
-        """Read options of the form KEY=VALUE, and check that what the cluster needs is installed.
+        """Parse options of the form KEY=VALUE, and check that the cluster's package is installed.
 
         Raises:
             BadInput: an option has another form, or a package is missing.

@@ -235,7 +235,7 @@ def quoted(label: str) -> str:
 
 
 def _rounded(mean: float, half: float) -> str:
-    """Format a mean and the half-width of its interval, both with as many decimals as give the half-width two digits."""
+    """Format a mean and the half-width of its interval, both rounded to two significant digits of the half-width."""
     if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
         return f"{short(mean)} ± {short(half)}"
     decimals = max(0, 1 - math.floor(math.log10(half)))
@@ -371,7 +371,7 @@ def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Describe each row in a sentence that says whether it differs from the reference row, and searches that chose nothing."""
+    """Describe in a sentence for each row whether it differs from the reference row; also name searches without a result."""
     found = [
         f"{row['row']}: its {len(some)} trials had the same score, so the search chose nothing: the searched options have no "
         "effect on it, its trials are too short, or the metric is too coarse."

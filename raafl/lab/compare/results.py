@@ -186,7 +186,7 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
 
 
 def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
-    """Add to each difference of a table what it shows after Holm's correction for all differences of the table.
+    """Add to each difference of a table its verdict after Holm's correction for all differences of the table.
 
     `gaps`: mean difference and half of its 95 % interval, under each row's label; None = the row has none.
 

@@ -122,7 +122,7 @@ def _excess(ours: Sequence[float], theirs: Sequence[float]) -> int:
 
 
 def _null(times: Sequence[float], num: int) -> dict[int, int]:
-    """Count the ways to choose ``num`` runs, for each value of `_excess` of the chosen runs over the others."""
+    """Compute the null distribution of `_excess`: by value, the number of ways to choose ``num`` of the runs that give it."""
     # pairs within the choice cancel, so the excess over the others is the sum of each run's excess over all runs
     excesses = [_excess([one], times) for one in times]
     ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(num))]

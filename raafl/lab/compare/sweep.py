@@ -31,7 +31,7 @@ _WANDB_METHODS = {"tpe": "bayes", "gp": "bayes", "random": "random", "grid": "gr
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep's file says.
+    """Content of a sweep's file.
 
     Attributes:
         config: the config that is tuned: a path, or the name of one of raafl's own.
@@ -167,7 +167,7 @@ def _file(path: Path) -> dict[str, Any]:
 def sweep(
     spec: str | Path | Mapping[str, Any], *, output: str | Path | None = None, jobs: int = 1, draws: bool = False
 ) -> ComparisonResult:
-    """Search the settings of one config and run the best, as `raafl sweep` does; the same call goes on after a kill.
+    """Search the settings of one config and run the best, as `raafl sweep` does; called again after a kill, it continues.
 
     Args:
         spec: file of a sweep, or its fields: config, fields, trials and what docs/sweep.md lists.

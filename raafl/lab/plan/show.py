@@ -78,7 +78,7 @@ def _axes(facts: Mapping[str, Any], most: int | None) -> list[Table]:
 
 @dataclass(frozen=True, repr=False)
 class AxesReport:
-    """Axes of a model, what rates leave of it, and what stays whole and why; it shows itself as text and in a notebook.
+    """A model's axes, the shares that rates keep, and dimensions that cannot shrink; prints as text and in a notebook.
 
     Attributes:
         facts: the content that `raafl axes --json` prints: `axes`, `whole` and `rates`.
@@ -125,7 +125,7 @@ def plan_report(experiment: Experiment, algorithms: Sequence[str] | None) -> Pla
 
 
 def axes_report(experiment: Experiment, rates: Sequence[float]) -> AxesReport:
-    """Find the axes of an experiment's model, and what these shares of each leave of it."""
+    """Find the axes of an experiment's model, and the share of parameters and FLOPs that remains at each rate."""
     for rate in rates:
         fraction("rates", rate)
     experiment.check()

@@ -76,7 +76,7 @@ class TrialPlan:
     share: float  # largest share of the run's work that the trials may take
 
     def announcement(self) -> str:
-        """Return one sentence that says what is tried, and at what price."""
+        """Return a sentence about the candidates that are tried, and the work that this takes."""
         last_s = self.stages[-1][0]
         return (
             f"auto: tries {', '.join(self.labels)} first, for {last_s:.3g} virtual seconds at most, about {self.share:.0%} of the "
@@ -129,7 +129,7 @@ class Trials:
         }
 
     def sentence(self) -> str:
-        """Return one sentence that says what was measured and what it took, without real seconds: the journal has it."""
+        """Return a sentence about the trials' results and their work; without real seconds, which the journal has."""
         at_s, found = self.stages[-1]
         shown = ", ".join(f"{label} {'failed' if value is None else f'{value:.4g}'}" for label, value in found.items())
         text = (
@@ -390,7 +390,7 @@ class _Trial(Simulation):
     _bounds: Sequence[tuple[int, int]]
 
     def measured(self, until_s: float) -> dict[str, _Parts]:
-        """Continue until a virtual time; return the mean metrics of the model at that time and shortly before it."""
+        """Continue to the virtual time ``until_s``; return metrics, averaged over the model then and the model shortly before."""
         from_s, found = self.reached_s, list[dict[str, _Parts]]()
         for part in _MEASURED_AT:
             self.reached_s = from_s + part * (until_s - from_s)

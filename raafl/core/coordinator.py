@@ -222,7 +222,7 @@ class Coordinator:
     # ---- merging and assigning ----
 
     def _go_on(self, now: float) -> bool:
-        """Start, merge and assign work as far as is due; return whether to repeat that, since all clients asked were dismissed."""
+        """Start the run, merge and assign work if due; return whether to repeat this, since all clients asked were dismissed."""
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self.admission.absent) < self.limits.min_clients:

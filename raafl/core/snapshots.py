@@ -64,7 +64,7 @@ class Snapshots:
         return out
 
     def _room(self, layout: Layout) -> FlatTensors:
-        """Return memory for a snapshot, which is that of a released one with the same layout if there is one."""
+        """Return memory for a snapshot, if possible that of a released snapshot with the same layout."""
         free = self._free.get(layout)
         return free.pop() if free else self._storage(layout, self._state.values.device)
 

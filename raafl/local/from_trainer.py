@@ -187,7 +187,7 @@ def _trainer_class() -> Any:
 
 
 def _build(make: Any) -> Any:
-    """Call the user's function that makes a Trainer, with a fixed seed; global random state and process groups stay as they are."""
+    """Call the user's function that makes a Trainer, with a fixed seed, and restore the global random state afterwards."""
     if not callable(make):
         raise BadInput(f"trainer is {briefly(make)}: give a transformers.Trainer, or a function that makes one")
     with undisturbed(()), _without_ranks():

@@ -218,7 +218,7 @@ class _Owned:
     """Elements of the trained tensors that a client's regions own; in a tensor cut along several dimensions, rows of the first."""
 
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
-        """Compute the copy plans of a spec; all trained tensors must be floating-point."""
+        """Compute the elements that a spec's regions own, and plans to copy them; trained tensors must be floating-point."""
         whole, present = submodels.layout(part="trained"), submodels.layout(spec, "trained")
         selections = submodels.selections(submodels.normal(spec))
         first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}

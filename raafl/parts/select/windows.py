@@ -239,8 +239,7 @@ class RollingWindows(Select):
         top = depth_window(submodels, start, stop, kept=kept)
         if not inside:
             return top
-        # a spec that names exits lacks the model's own last layers; so all exits stay, and those inside the window
-        # train
+        # naming exits in the spec would drop the model's own last layers: all exits stay, those in the window train
         heads = [path for name in inside for path in submodels.exits[name].paths]
         return Spec(top.kept, top.blocks, (*(top.trained or ()), *heads), None)
 

@@ -179,7 +179,7 @@ class ClientGroup:
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
     def _announce(self, assignment: Assignment, received: FlatTensors, *, whole: bool) -> None:
-        """Start a task in the followers; ``whole``: also send them all values, since none are sharded."""
+        """Start a task in the followers, and send them all values if these are not sharded (``whole``)."""
         with self._together():
             for pair in self._pairs.values():
                 meta = Assign(assignment).to_meta()

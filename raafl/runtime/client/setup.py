@@ -180,7 +180,7 @@ def with_memory(
     if info.profile.memory_bytes < math.inf:
         try:
             _check(experiment, info, submodels, data)
-        # the message names the number's origin, since the user may not have entered it
+        # the notes explain numbers in the message that the user has not entered
         except BadInput as error:
             raise BadInput("\n".join([str(error), *notes])) from None
     return info, notes

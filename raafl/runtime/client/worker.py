@@ -403,7 +403,7 @@ class Client:
             if found.id != assignment:
                 raise Refused("bad-json", f"assignment {assignment} names another, {found.id}")
             layouts = (layout for one in self._extensions if (layout := one.layout(found)) is not None)
-            # the previous task is answered, so all that this client stores of earlier values is complete
+            # the previous task was answered, so the stored values on which the layout depends are up to date
             layout = next(layouts, None) or self.down.layout(found)
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None

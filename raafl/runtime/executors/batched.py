@@ -392,7 +392,7 @@ class BatchedExecutor(Executor):
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
-        """Train a batch's tasks one by one, too; return the first difference, the seconds, and those of reading the batch."""
+        """Train a batch's tasks one by one, too; return the first difference, and the seconds of this and of reading the batch."""
         found: list[Trained | Update | TaskFailed] = []
         seconds, asked_s, different = 0.0, 0.0, ""
         for member in members:

@@ -272,7 +272,7 @@ class Sent:
 
     task: Task
     talk: Conversation
-    received: FlatTensors | None = None  # values as the client has them, if its update is decoded as their difference
+    received: FlatTensors | None = None  # values to which the client's update is relative, if it is
 
     @property
     def assignment(self) -> Assignment:

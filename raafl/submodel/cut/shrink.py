@@ -34,7 +34,7 @@ def skeleton() -> Iterator[None]:
     from torch.utils.weak import WeakIdKeyDictionary
 
     thread = threading.get_ident()
-    made: Any = WeakIdKeyDictionary()  # by the original, so that a parameter with two names is created once
+    made: Any = WeakIdKeyDictionary()  # by original parameter, which may have two names
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:

@@ -294,7 +294,7 @@ class Candidates:
         return home
 
     def _width(self, candidate: Candidate) -> list[str]:
-        """Return ``[PATH.width]`` of the outermost library model around all layers that create the axis; [] without one."""
+        """Return ``[PATH.width]`` for the outermost Hugging Face or torchvision model around the axis's layers; [] without one."""
         home = _common(name.rpartition(".")[0] for name in candidate.producers)
         packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
         return [join(path, "width") for path in packages][:1]
@@ -372,7 +372,7 @@ class Candidates:
 def _spots(
     dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
 ) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
-    """Yield each undivided factor of a dimension, with the positions of its units: offsets, elements per unit, outer factors."""
+    """Yield each undivided factor of a dimension, with the offsets of its units, the elements per unit, and outer factors."""
     unit *= dim.size
     for atom in dim.leaves():
         unit //= atom.size

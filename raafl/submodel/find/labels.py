@@ -128,7 +128,7 @@ class Labels:
     """Registry of labels (`Dim`) of tensor dimensions: records which dimensions shrink together, are split, or cannot shrink."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
-        """Create an empty registry; ``place`` returns the user's line of code that runs, for messages."""
+        """Create an empty registry of labels; ``place`` returns the running line of the user's code, for messages."""
         self.place = place
         self.is_spanning = True
 

@@ -176,7 +176,7 @@ class _Proof:
         return next((part for part in subsets if self._differs(self._spec(part, _half), self.noise[1]) is not None), [])
 
     def _problem(self, names: Sequence[str]) -> str | None:
-        """Compare submodels with one unit, and with random halves, of these axes; return a difference, None without one."""
+        """Compare submodels that keep one unit, or a random half, of each of these axes; return a difference, None without one."""
         one, half = self.noise
         return self._differs(self._spec(names, _one), one) or self._differs(self._spec(names, _half), half)
 
@@ -306,8 +306,7 @@ class _Proof:
             shape = present[name].shape if name in present else ()
             given = torch.zeros(shape, dtype=self.dtype) if ours is None else ours
             full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
-            # a normalised vector cut to one unit has a gradient of rounding errors, so the uncut model's gradient sets
-            # the scale
+            # a normalised vector cut to one unit has rounding errors as gradient: use the scale of the uncut model's
             floor = 1e-3 * max(largest, self.uncut.get(name, 0.0))
             yield from apart(f"the gradient of '{name}'", given, full, Bound(tolerance, floor, rounding, least))
         for name, buffer in small.buffers.items():

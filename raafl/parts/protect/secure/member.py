@@ -290,21 +290,20 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
     return total.tobytes()
 
 
-# Sign and check the lists of members on which a group agrees before any member reveals a share (Bonawitz et al. 2017,
-# round 3).
+# Sign and check the lists of members on which a group agrees before a member reveals shares (Bonawitz et al. 2017, round 3).
 #
-# A server that tells members different lists could make some reveal the seeds of a client, and others the keys that
-# cancel its pairwise masks. So each member signs two texts, each once: with its masked numbers, the list of *senders*,
-# whose shares it has, and with whom it shares masks; and later that list with the list of *survivors*, whose masked
-# numbers have arrived. It reveals its shares only if ``threshold`` members have signed the same second text, and
-# accepts as survivors only those that signed its first text.
+# A malicious server could tell members different lists, to get the seeds of a client from some members and the keys of
+# its pairwise masks from others. So each member signs two texts, each of them once:
+# 1. with its masked numbers, the list of *senders*: the members whose shares it has, and with whom it shares masks;
+# 2. later that list and the list of *survivors*: the members whose masked numbers have arrived.
+# A member reveals shares only if ``threshold`` members have signed its second text, and accepts as survivors only
+# members that have signed its first text.
 #
-# This suffices if, of n members, fewer than ``2 threshold - n`` help the server: two different second texts cannot both
-# have ``threshold`` signatures, since an honest member signs one. So all shares that honest members reveal belong to
-# one pair of lists: of each member either its seeds or its key, never both. A survivor shares masks with every sender,
-# so in an opened cell the masks between its honest holders remain, and cancel only in the sum. Its signature of the
-# first text also covers the group's digest: keys, weights, versions and submodels of all members, as it saw them when
-# it encoded its numbers.
+# Let fewer than ``2 threshold - n`` of the n members help the server. Two different second texts cannot both have
+# ``threshold`` signatures, since an honest member signs one. So honest members reveal shares for one pair of lists only:
+# of each member its seeds or its key, never both. A survivor shares masks with every sender, so in an opened cell the
+# masks between its honest holders remain, and cancel only in the sum. The signature of the first text also covers the
+# group's digest: keys, weights, versions and submodels of all members, as the signer saw them.
 
 SIGNATURE_BYTES = 64
 

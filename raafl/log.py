@@ -5,27 +5,18 @@ tools of `logging`. Two attributes of a record, given as `extra`, say how the co
 
 - `show`: a function without arguments that prints the record itself, such as a line above a live table.
 - `prefix`: begins each line on standard error; "raafl: " where it is missing.
-
-With ``--log json``, or the environment variable `VARIABLE`, each record is a line of JSON on standard error instead.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
-
-LogFormat = Literal["text", "json"]
-FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
-VARIABLE: Final = "RAAFL_LOG"
-"""Environment variable of the format, for the processes that a command starts."""
+from typing import Any, Final
 
 
 class Console(logging.Handler):
@@ -43,30 +34,8 @@ class Console(logging.Handler):
             sys.stderr.flush()
 
 
-class _JsonConsole(logging.Handler):
-    """Logging handler that prints each record to standard error as one line of JSON, in ASCII."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a record as a line of JSON, unless standard error is closed."""
-        row = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        optional = {
-            "rank": os.environ.get("RANK"),
-            "client": getattr(record, "client", None),
-            "exception": record.exc_info and logging.Formatter().formatException(record.exc_info),
-        }
-        row |= {name: str(value) for name, value in optional.items() if value}
-        with suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(json.dumps(row) + "\n")
-            sys.stderr.flush()
-
-
 @contextmanager
-def console(kind: LogFormat = "text") -> Iterator[None]:
+def console(handler: logging.Handler | None = None) -> Iterator[None]:
     """In a `with` block, print the records of the logger "raafl" on standard error, unless that logger has a handler.
 
     Records of level INFO and above are printed, unless the logger has its own level. Handlers of the root logger get
@@ -76,7 +45,7 @@ def console(kind: LogFormat = "text") -> Iterator[None]:
     if logger.handlers:
         yield
         return
-    handler, level = Console() if kind == "text" else _JsonConsole(), logger.level
+    handler, level = handler or Console(), logger.level
     logger.addHandler(handler)
     logger.setLevel(level or logging.INFO)
     try:

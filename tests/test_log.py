@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from raafl.commands.cli import main
+from raafl.commands.cli import JsonConsole, main
 from raafl.log import Console, console, is_printed, warn_once
 from raafl.watch.progress import Progress
 
@@ -98,7 +98,7 @@ def test_a_warning_for_once(caplog):
 
 def test_a_log_of_json_has_a_line_for_each_record_whatever_is_in_it(bare, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "3")
-    with console("json"):
+    with console(JsonConsole()):
         LOG.warning("one\ntwo\x1b[31m \u2028 %s", "é", extra={"client": 7, "show": lambda: print("not so")})
         try:
             raise ValueError("wrong")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from raafl.api.modules import in_eval_mode
 from raafl.config.targets import direction
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined, Lost, Settled
 from raafl.errors import USER_ERRORS, BadInput, RunFailed, at_least, briefly, nearest
-from raafl.local.prepare import in_eval_mode
 from raafl.runfolder.schema import METRIC_COLUMNS
 from raafl.submodel.cut.layers import copy_structure
 from raafl.units import quantity

@@ -24,7 +24,7 @@ from torch import nn
 
 from raafl.algorithms import AUTO
 from raafl.api.callbacks import Callback, CallbackHooks, callbacks_of, current_module
-from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec, as_datamodule, check_types
+from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec, as_datamodule, check_types, in_eval_mode
 from raafl.api.python_objects import objects
 from raafl.api.settings import (
     Settings,
@@ -46,7 +46,6 @@ from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined
 from raafl.errors import BadInput, CodeFailed, RunFailed, one_line
 from raafl.local.numerics import numerics_left
-from raafl.local.prepare import in_eval_mode
 from raafl.log import console, in_notebook
 from raafl.rng import undisturbed
 from raafl.runtime.supervisor import exit_in_words, local_ranks

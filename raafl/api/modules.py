@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from raafl.data.readers import load_splits
 from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning, lightning_classes
 from raafl.local.missing_steps import given_class, with_methods
-from raafl.local.prepare import check_tensors, uncompiled, with_modes_of_training
+from raafl.local.prepare import check_tensors, uncompiled
 from raafl.submodel.cut.layers import copy_structure
 
 import_lightning()
@@ -454,3 +454,25 @@ def _all_fit(items: Sequence[object], origin: object, inner: Sequence[Any]) -> b
     if origin is not tuple or inner[-1] is Ellipsis:
         return all(fits(item, inner[0]) for item in items)
     return len(items) == len(inner) and all(map(fits, items, inner))
+
+
+_TRAINING = "_raafl_modes"
+T = TypeVar("T", bound=nn.Module)
+
+
+def in_eval_mode(module: T) -> T:
+    """Put a trained module into eval mode for its user, and remember the modes in which it was trained.
+
+    `with_modes_of_training` restores these if the user trains it again.
+    """
+    module.__dict__[_TRAINING] = [part.training for part in module.modules()]
+    return module.eval()
+
+
+def with_modes_of_training(module: T) -> T:
+    """Undo `in_eval_mode` in a module that is still in eval mode as a whole; leave any other as its user left it."""
+    before, parts = module.__dict__.pop(_TRAINING, []), list(module.modules())
+    if len(before) == len(parts) and not any(part.training for part in parts):
+        for part, training in zip(parts, before, strict=True):
+            part.training = training
+    return module

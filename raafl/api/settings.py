@@ -20,8 +20,8 @@ from raafl.config.options import Engine, Samples, SubmodelOptions, Timeouts
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.options import Compress, FabricOptions, Guard, Privacy, Rounds, SecureAggregation
 from raafl.devices.catalog import FIGURES
-from raafl.devices.files import no_file
-from raafl.devices.profiles import Device, num_devices
+from raafl.devices.files import no_file, num_devices
+from raafl.devices.profiles import Device
 from raafl.errors import BadInput, briefly, one_of
 from raafl.rules import recorded_revision
 

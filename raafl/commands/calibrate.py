@@ -97,7 +97,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
 
 def _base(file: Path) -> Profile:
-    from raafl.devices import load_devices
+    from raafl.devices.files import load_devices
 
     try:
         devices = load_devices(file)

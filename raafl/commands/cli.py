@@ -10,9 +10,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from raafl import log
 from raafl.config.argv import name_of, options_of, values, with_paths, without
@@ -81,6 +82,32 @@ raafl COMMAND --help lists them, --print_config prints a config whole, --json pr
 Exit codes: 0 done, 1 the run failed, 2 bad input, 3 replaced by another client with the same id, 130 interrupted."""
 
 
+LOG_VARIABLE: Final = "RAAFL_LOG"
+"""Environment variable of the log's form, for the processes that a command starts."""
+
+
+class JsonConsole(logging.Handler):
+    """Logging handler that prints each record to standard error as one line of JSON, in ASCII."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record as a line of JSON, unless standard error is closed."""
+        row = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        optional = {
+            "rank": os.environ.get("RANK"),
+            "client": getattr(record, "client", None),
+            "exception": record.exc_info and logging.Formatter().formatException(record.exc_info),
+        }
+        row |= {name: str(value) for name, value in optional.items() if value}
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(json.dumps(row) + "\n")
+            sys.stderr.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code.
 
@@ -88,11 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     asked = values(argv, "--log")
-    given = asked[-1] if asked else os.environ.get(log.VARIABLE, "text")
-    kind: log.LogFormat = "json" if given == "json" else "text"
+    given = asked[-1] if asked else os.environ.get(LOG_VARIABLE, "text")
+    kind = "json" if given == "json" else "text"
     # child processes read the log format from this environment variable
-    with log.console(kind), _in_environment(log.VARIABLE, kind if asked else None):
-        if given not in log.FORMATS:
+    with log.console(JsonConsole() if kind == "json" else None), _in_environment(LOG_VARIABLE, kind if asked else None):
+        if given not in ("text", "json"):
             _complain(f"log is '{given}': give text or json", known_to_all=True)
             return 2
         return _main(without(argv, "--log"))

@@ -19,7 +19,7 @@ from raafl.core.options import (
     Subfederations,
     Training,
 )
-from raafl.devices.profiles import Device, Profile, assign, load_devices
+from raafl.devices.profiles import Device, Profile, assign
 from raafl.errors import BadInput, positive
 from raafl.rules import CURRENT
 
@@ -384,7 +384,11 @@ class Experiment:
         most = self.memory_bytes()
         if self.devices is None or self.clients < 1:
             return [Profile(memory_bytes=most)] * max(self.clients, 0)
-        devices = load_devices(self.devices) if isinstance(self.devices, str) else self.devices
+        devices = self.devices
+        if isinstance(devices, str):
+            from raafl.devices.files import load_devices
+
+            devices = load_devices(devices)
 
         def limited(device: Profile) -> Profile:
             one = device.profile if isinstance(device, Device) else device

@@ -279,7 +279,7 @@ def _count_clients(namespace: Namespace) -> None:
     namespace.clients = next(field.default for field in fields(Experiment) if field.name == "clients")
     if namespace.devices is None:
         return
-    from raafl.devices import num_devices
+    from raafl.devices.files import num_devices
 
     try:
         namespace.clients = num_devices(namespace.devices) or namespace.clients

@@ -128,13 +128,33 @@ def problems_of_parts(experiment: Any) -> Iterator[str]:
     shape = experiment.train.lr_schedule
     if shape != "constant" and not experiment.algorithm.local.traits.uses_optimizer:
         yield f"train.lr_schedule is {shape}, but {experiment.algorithm.name} steps without the module's optimizer: leave it out"
-    if experiment.overlap and (why := experiment.algorithm.overlap_problem()) is not None:
+    if experiment.overlap and (why := overlap_problem(experiment.algorithm)) is not None:
         yield f"overlap is true, but {why}: leave it out, or choose fed_async or fed_buff"
     if experiment.overlap and experiment.secure_aggregation.is_on:
         yield "overlap and secure_aggregation are both on: leave overlap out, a group's members wait for one another"
     yield from _gpu_problems(experiment)
     yield from experiment.algorithm.local.problems(experiment.fabric.precision, experiment.fabric.gradient_clip_val)
     yield from _refused((lambda: _loggers(experiment, importing=True), protection, partial(_compression, experiment)))
+
+
+def overlap_problem(algorithm: Any) -> str | None:
+    """Explain why a client may not work on its next task while its update travels; None = it may."""
+    from raafl.core.local import Local
+
+    traits = algorithm.local.traits
+    if traits.steps_ahead:
+        return None
+    if traits.resident:
+        return (
+            f"a client of {algorithm.name} makes no step before it has what it receives; a sync_delay above 0 lets it"
+        )
+    if not algorithm.trigger.allows_overlap:
+        return f"a client of {algorithm.name} waits for the merge of its update before its next task"
+    if algorithm.merge.personalizes or algorithm.select.needs_last_update:
+        return f"a client's next task of {algorithm.name} depends on its last update"
+    if type(algorithm.local).exchange is not Local.exchange:
+        return f"tasks of {algorithm.name} exchange messages with the server"
+    return None
 
 
 def _gpu_problems(experiment: Any) -> Iterator[str]:

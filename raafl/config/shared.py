@@ -15,8 +15,9 @@ from dataclasses import fields
 from typing import Any
 
 from raafl.config.experiment import SECTIONS, marked
-from raafl.devices import Device, load_devices
+from raafl.devices import Device
 from raafl.devices.checks import CHANGES
+from raafl.devices.files import load_devices
 
 _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 

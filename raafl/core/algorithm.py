@@ -350,20 +350,6 @@ class Algorithm:
         parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
         return {"name": self.name, "paper": self.paper, **parts}
 
-    def overlap_problem(self) -> str | None:
-        """Explain why a client may not work on its next task while its update travels; None = it may."""
-        if self.local.traits.steps_ahead:
-            return None
-        if self.local.traits.resident:
-            return f"a client of {self.name} makes no step before it has what it receives; a sync_delay above 0 lets it"
-        if not self.trigger.allows_overlap:
-            return f"a client of {self.name} waits for the merge of its update before its next task"
-        if self.merge.personalizes or self.select.needs_last_update:
-            return f"a client's next task of {self.name} depends on its last update"
-        if type(self.local).exchange is not Local.exchange:
-            return f"tasks of {self.name} exchange messages with the server"
-        return None
-
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
         """Collect the remarks of the algorithm's five parts, for the user at the start of a run."""
         stale = self.merge.innermost.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))

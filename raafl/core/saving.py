@@ -7,7 +7,6 @@ random generator. Restored into a new coordinator of the same config, the same e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -32,9 +31,9 @@ from raafl.core.types import (
     Update,
 )
 from raafl.devices.profiles import Profile
-from raafl.submodel import FlatTensors, Layout, Spec
+from raafl.submodel import FlatTensors, Spec
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 def to_plain(value: object) -> object:
@@ -43,10 +42,10 @@ def to_plain(value: object) -> object:
         case None | bool() | int() | float() | str():
             return value
         case Tensor():
-            return value.clone() if value.device == _CPU else {"__on_device__": value.cpu()}
+            return value.clone() if value.device == CPU else {"__on_device__": value.cpu()}
         case FlatTensors():
             flat = {"__flat__": value.layout.to_json()}
-            if value.device == _CPU:
+            if value.device == CPU:
                 return {**flat, "buffers": [b.clone() for b in value.buffers.values()]}
             return {"__on_device__": {**flat, "buffers": [b.cpu() for b in value.buffers.values()]}}
         case Spec():
@@ -62,25 +61,7 @@ def to_plain(value: object) -> object:
     )
 
 
-def from_plain(data: object, device: torch.device = _CPU) -> Any:
-    """Restore a value from the result of `to_plain`; tensors that were not on the CPU are placed on ``device``."""
-    if isinstance(data, list):
-        return [from_plain(item, device) for item in data]
-    if not isinstance(data, dict):
-        return data
-    if "__on_device__" in data:
-        return from_plain(data["__on_device__"]).to(device)
-    if "__flat__" in data:
-        layout = Layout.from_json(data["__flat__"])
-        return FlatTensors(layout, dict(zip(layout.dtypes, data["buffers"], strict=True)))
-    if "__spec__" in data:
-        return Spec.from_json(data["__spec__"])
-    if "__tuple__" in data:
-        return tuple(from_plain(item, device) for item in data["__tuple__"])
-    return {from_plain(key): from_plain(value, device) for key, value in data["__pairs__"]}
-
-
-def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
+def books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     """Map names in the checkpoint to the coordinator's mutable dicts, which a checkpoint stores and restores."""
     roster, backoff = coordinator.roster, coordinator.admission.backoff
     return {
@@ -98,7 +79,7 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     }
 
 
-def _counters(coordinator: Coordinator) -> dict[str, Any]:
+def counters(coordinator: Coordinator) -> dict[str, Any]:
     """Map the names of the coordinator's counters, which a checkpoint stores, to the objects that have them."""
     names = dict.fromkeys(("merged", "evaluated", "samples_merged", "spacings", "opened_s", "started"), coordinator)
     return {"version": coordinator.state, "last_id": coordinator.roster, **names}
@@ -109,8 +90,8 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
     roster, state = coordinator.roster, coordinator.state
     version, internal, gauss = coordinator.rng.getstate()
     return {
-        **{name: getattr(owner, name) for name, owner in _counters(coordinator).items()},
-        **{name: [[key, value] for key, value in book.items()] for name, book in _books(coordinator).items()},
+        **{name: getattr(owner, name) for name, owner in counters(coordinator).items()},
+        **{name: [[key, value] for key, value in book.items()] for name, book in books(coordinator).items()},
         "memory": to_plain(state.memory.to_plain()),
         "client_state": to_plain(state.clients.values),
         "clients": [client_to_json(client) for client in roster.clients.values()],
@@ -128,34 +109,6 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
-    """Load the result of `save` into a new coordinator, in place; the model's values are restored separately."""
-    roster, state = coordinator.roster, coordinator.state
-    for name, owner in _counters(coordinator).items():
-        setattr(owner, name, data.get(name, getattr(owner, name)))  # "spacings" is missing in older checkpoints
-    for name, book in _books(coordinator).items():
-        book.update(dict(data.get(name, ())))  # a checkpoint of an earlier version may lack a dict, such as "sending"
-    device = state.values.device
-    state.memory.load(from_plain(data["memory"], device))
-    state.clients.values.update(from_plain(data["client_state"], device))
-    for name, clients in (("clients", roster.clients), ("kept_out", roster.suspended)):
-        clients.update({client.id: client for client in map(client_from_json, data[name])})
-    for number, num_bytes in data["said_bytes"]:
-        roster.said_bytes[number] = math.inf if num_bytes is None else num_bytes
-    assignments = [assignment_from_json(item) for item in data["active"]]
-    roster.active.update({assignment.id: assignment for assignment in assignments})
-    if coordinator.algorithm.trigger.refuses_late:
-        roster.late = {assignment.id for assignment in assignments if assignment.version < state.version}
-    for client_id in data["idle"]:
-        roster.idle.add(client_id)
-    roster.drawn.update(dict.fromkeys(data["drawn"]))
-    state.waiting[:] = map(_waiting_from_plain, data["waiting"], data["arrived_s"])
-    coordinator.admission.absent.update(data["absent"])
-    coordinator.wake = (data["wake"][0], data["wake"][1])
-    version, internal, gauss = data["rng"]
-    coordinator.rng.setstate((version, tuple(internal), gauss))
-
-
 def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
     """Convert a waiting update to plain data without tensors, which the merge stores itself."""
     assert item.assignment is not None
@@ -163,13 +116,6 @@ def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
     data = {one.name: getattr(item.update, one.name) for one in fields(item.update) if one.name not in without}
     data["metrics"] = [[name, value] for name, value in item.update.metrics.items()]
     return [assignment_to_json(item.assignment), data, item.staleness]
-
-
-def _waiting_from_plain(item: list[Any], arrived_s: float) -> PendingUpdate:
-    assignment, data, staleness = assignment_from_json(item[0]), dict(item[1]), item[2]
-    data["metrics"] = dict(data["metrics"])
-    update = Update(tensors=FlatTensors.empty(Layout(())), **data)
-    return PendingUpdate(update, assignment.spec.without_base, staleness, assignment, arrived_s)
 
 
 def client_to_json(client: ClientInfo) -> dict[str, Any]:
@@ -199,24 +145,6 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
     if profile.availability is not None and profile.availability[-1][1] == math.inf:
         values["availability"] = (*profile.availability[:-1], (profile.availability[-1][0], None))
     return {name: None if value == math.inf else value for name, value in values.items()}
-
-
-def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
-    """Restore a client's description from the result of `client_to_json`; unknown fields are ignored."""
-    from raafl.devices.checks import RATES
-
-    told: Any = data["profile"]
-    profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
-    if (windows := profile.get("availability")) and windows[-1][1] is None:
-        profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
-    return ClientInfo(
-        data["client"],
-        data["num_samples"],
-        Profile(**profile),
-        data["incarnation"],
-        data["own_data"] is True,
-        data.get("below", 0),
-    )
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -271,27 +199,6 @@ def _group_to_json(group: SumGroup | None) -> dict[str, Any]:
     return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}
 
 
-def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
-    """Restore an update's group (updates read only as a sum, in secure aggregation) from its journal row; None = no group."""
-    return SumGroup(tuple(data["group"]), data["scale"], data.get("masked") is True) if "group" in data else None
-
-
-def event_from_json(data: Mapping[str, Any]) -> Event:
-    """Restore an event from a row of the journal, but not an `Arrived`, whose tensors the journal lacks."""
-    match data["event"]:
-        case "joined":
-            return Joined(client_from_json(data))
-        case "lost":
-            return Lost(data["client"], data["reason"], data["incarnation"], counts=data.get("counts") is True)
-        case "sending":
-            return Sending(data["client"], data["incarnation"], data["assignment"])
-        case "timer":
-            return Timer(data["id"])
-        case "stop":
-            return Stop(data["reason"])
-    raise ValueError(f"'{data['event']}' is not the name of an event: read the journal with the version that wrote it")
-
-
 _LEFT_OUT = {"lr_scale": 1.0, "next_seed": None, "next_lr_scale": 1.0}
 """Default values of an assignment's fields; a field with its default is not written."""
 _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", *_LEFT_OUT))
@@ -303,8 +210,3 @@ def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
     more = {name: getattr(assignment, name) for name in _LEFT_OUT if getattr(assignment, name) != _LEFT_OUT[name]}
     return data | {"spec": assignment.spec.to_json()} | extra | more
-
-
-def assignment_from_json(data: dict[str, Any]) -> Assignment:
-    """Restore an assignment from the result of `assignment_to_json`."""
-    return Assignment(**{**data, "spec": Spec.from_json(data["spec"])})

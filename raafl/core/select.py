@@ -228,18 +228,6 @@ class SelectContext:
         """Predict the seconds that ``client`` needs for ``work`` in total; the papers' c(n, j) for client n, submodel j."""
         return self.task_time(client, work).total_s
 
-    def early_share(self, client: ClientInfo, work: Work) -> float:
-        """Return the share of a task's computing that ``client`` may do before the task arrives; see `Traits.steps_ahead`.
-
-        Args:
-            client: client that trains the task.
-            work: submodel and length of the task.
-        """
-        samples, ahead = self.samples(client.num_samples, work), self.local.traits.steps_ahead
-        early = min(self.samples(client.num_samples, Work(num_steps=ahead)), samples)
-        # forward passes without backward are counted as a third of a training step, as in `time_on`
-        return early / (samples + self.tested(client, work.extra) / 3)
-
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
         """Apply a check to every client and return its error messages.
 

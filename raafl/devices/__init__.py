@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raafl.devices.profiles import Device, Profile, TaskTime, assign, load_devices, num_devices
+from raafl.devices.profiles import Device, Profile, TaskTime, assign
 
-__all__ = ["Device", "Profile", "TaskTime", "assign", "load_devices", "num_devices"]
+__all__ = ["Device", "Profile", "TaskTime", "assign"]

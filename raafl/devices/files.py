@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from raafl.devices.catalog import names
 from raafl.devices.checks import CHANGES, number
+from raafl.devices.profiles import Device
 from raafl.errors import nearest, no_utf8
 from raafl.plain_yaml import load_yaml, yaml_problem
 
@@ -158,3 +160,47 @@ def _text(value: object) -> str:
 
         return json.dumps(value)
     return str(value)
+
+
+def num_devices(devices: str | Iterable[Any]) -> int:
+    """Count devices: a text for `load_devices`, or entries, of which one without a ``count`` is one device."""
+    entries = load_devices(devices) if isinstance(devices, str) else devices
+    counts = (getattr(entry, "count", 1) for entry in entries)
+    # str and tuple have a method `count`, which is no number
+    return sum(count if isinstance(count, int) else 1 for count in counts)
+
+
+def load_devices(path: str | Path) -> list[Device]:
+    """Read a device file: YAML, JSON or CSV, with one device per entry or row.
+
+    In place of a path, the text may be the list itself, such as ``[{name: a100}]``, or the name of a fleet, such as
+    ``fleet:gpus``.
+
+    Keys and CSV column names are the fields of `Device`; an empty CSV cell means the default. In CSV, pairs are written
+    `start:stop` or `seconds:factor`, with `;` between them.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file cannot be read as devices; the message lists every wrong entry.
+    """
+    from raafl.devices import fleets
+    from raafl.devices.files import is_list, read_list, read_rows, values
+
+    known = [f.name for f in fields(Device) if f.init]
+    devices, problems = [], []
+    text = path if isinstance(path, str) and is_list(path) else None
+    if isinstance(path, str) and fleets.is_fleet(path):
+        rows: Sequence[object] = fleets.rows(path)
+    else:
+        rows = read_rows(Path(path)) if text is None else read_list(text)
+    path = "devices" if text is not None else path
+    for place, row in enumerate(rows, start=1):
+        try:
+            devices.append(Device(**values(row, known)))
+        except ValueError as error:
+            problems.append(f"entry {place}: {error}")
+    if problems:
+        raise ValueError(f"{path}: " + "\n".join(problems))
+    if not devices:
+        raise ValueError(f"{path} holds no devices; write at least one entry")
+    return devices

@@ -7,10 +7,9 @@ model, selectors use it to size submodels. Times are seconds, sizes bytes, rates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from raafl.errors import nearest
 
@@ -320,47 +319,3 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
             f"lower the counts or set clients to {len(pattern)}"
         )
     return [pattern[i % len(pattern)] for i in range(num_clients)]
-
-
-def num_devices(devices: str | Iterable[Any]) -> int:
-    """Count devices: a text for `load_devices`, or entries, of which one without a ``count`` is one device."""
-    entries = load_devices(devices) if isinstance(devices, str) else devices
-    counts = (getattr(entry, "count", 1) for entry in entries)
-    # str and tuple have a method `count`, which is no number
-    return sum(count if isinstance(count, int) else 1 for count in counts)
-
-
-def load_devices(path: str | Path) -> list[Device]:
-    """Read a device file: YAML, JSON or CSV, with one device per entry or row.
-
-    In place of a path, the text may be the list itself, such as ``[{name: a100}]``, or the name of a fleet, such as
-    ``fleet:gpus``.
-
-    Keys and CSV column names are the fields of `Device`; an empty CSV cell means the default. In CSV, pairs are written
-    `start:stop` or `seconds:factor`, with `;` between them.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file cannot be read as devices; the message lists every wrong entry.
-    """
-    from raafl.devices import fleets
-    from raafl.devices.files import is_list, read_list, read_rows, values
-
-    known = [f.name for f in fields(Device) if f.init]
-    devices, problems = [], []
-    text = path if isinstance(path, str) and is_list(path) else None
-    if isinstance(path, str) and fleets.is_fleet(path):
-        rows: Sequence[object] = fleets.rows(path)
-    else:
-        rows = read_rows(Path(path)) if text is None else read_list(text)
-    path = "devices" if text is not None else path
-    for number, row in enumerate(rows, start=1):
-        try:
-            devices.append(Device(**values(row, known)))
-        except ValueError as error:
-            problems.append(f"entry {number}: {error}")
-    if problems:
-        raise ValueError(f"{path}: " + "\n".join(problems))
-    if not devices:
-        raise ValueError(f"{path} holds no devices; write at least one entry")
-    return devices

@@ -178,7 +178,6 @@ def _computed(module: nn.Module) -> Iterator[str]:
 # trains in the mode that it has once the model is built. Copies get these modes, and
 # `raafl.submodel.module_state.ModuleState` restores them before each task, evaluation and trial.
 
-_TRAINING = "_raafl_modes"
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -193,24 +192,6 @@ def call_own_train(module: nn.Module) -> None:
             part.train(part.training)
             for inner in in_eval:
                 inner.training = False
-
-
-def in_eval_mode(module: T) -> T:
-    """Put a trained module into eval mode for its user, and remember the modes in which it was trained.
-
-    `with_modes_of_training` restores these if the user trains it again.
-    """
-    module.__dict__[_TRAINING] = [part.training for part in module.modules()]
-    return module.eval()
-
-
-def with_modes_of_training(module: T) -> T:
-    """Undo `in_eval_mode` in a module that is still in eval mode as a whole; leave any other as its user left it."""
-    before, parts = module.__dict__.pop(_TRAINING, []), list(module.modules())
-    if len(before) == len(parts) and not any(part.training for part in parts):
-        for part, training in zip(parts, before, strict=True):
-            part.training = training
-    return module
 
 
 def start_observers(module: nn.Module, example_batch: Callable[[int], Any], build: Callable[[], nn.Module]) -> None:

@@ -23,7 +23,6 @@ from raafl.errors import BadInput
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
 from raafl.local.gradients import ProximalTerm, backward_of
-from raafl.local.malloc import give_back
 from raafl.local.record import addend
 from raafl.local.trainable import TrainableSubmodel
 from raafl.module_hooks import backward, step, step_scheduler, zero_grad
@@ -292,6 +291,8 @@ class LocalTrainer:
 
     def release(self) -> None:
         """Release all modules that are kept for reuse, and return freed memory to the system."""
+        from raafl.local.malloc import give_back
+
         self._built.clear()
         for one in (self.capture, self.feed):
             if one is not None:

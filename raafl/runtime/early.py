@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from raafl.core.saving import assignment_from_json, assignment_to_json
+from raafl.core.restoring import assignment_from_json
+from raafl.core.saving import assignment_to_json
 from raafl.core.select import SelectContext
 from raafl.core.types import Assignment, ClientInfo, Sending, Work
 from raafl.runtime.simulation import ARRIVED, ClockExtension, Due, Simulation
@@ -36,7 +37,7 @@ class EarlySteps:
         if expected is None or not begins_alike(expected, assignment):
             return 0.0
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        return min(fleet.early_share(client, work) * compute_s, received_s - since_s)
+        return min(_early_share(fleet, client, work) * compute_s, received_s - since_s)
 
     def forget(self, client: int) -> None:
         """Forget what a client has begun, since it was lost, or since its update cannot be used."""
@@ -50,6 +51,14 @@ class EarlySteps:
         """Restore the record from the result of `save`."""
         both = [(at, assignment_from_json(expected)) for at, expected in data]
         self._since = {expected.client: (at, expected) for at, expected in both}
+
+
+def _early_share(fleet: SelectContext, client: ClientInfo, work: Work) -> float:
+    """Return the share of a task's computing that ``client`` may do before the task arrives; see `Traits.steps_ahead`."""
+    samples, ahead = fleet.samples(client.num_samples, work), fleet.local.traits.steps_ahead
+    early = min(fleet.samples(client.num_samples, Work(num_steps=ahead)), samples)
+    # forward passes without backward are counted as a third of a training step, as in `raafl.core.select.time_on`
+    return early / (samples + fleet.tested(client, work.extra) / 3)
 
 
 class OverlappedClock(ClockExtension):

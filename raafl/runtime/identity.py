@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from raafl._version import __version__
-from raafl.core.saving import client_from_json, client_to_json
+from raafl.core.restoring import client_from_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import ClientInfo
 from raafl.devices.recordings import full_profile
 from raafl.sanitize import sanitize_text

@@ -34,7 +34,8 @@ from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, Self, cast, get_args
 
-from raafl.core.saving import assignment_from_json, assignment_to_json, client_to_json
+from raafl.core.restoring import assignment_from_json
+from raafl.core.saving import assignment_to_json, client_to_json
 from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.recordings import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed

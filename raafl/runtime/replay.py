@@ -20,7 +20,7 @@ import torch
 
 from raafl.config.parse import load_run
 from raafl.core.coordinator import Coordinator
-from raafl.core.saving import event_from_json
+from raafl.core.restoring import event_from_json
 from raafl.core.subfederation import from_json
 from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Received, Update
 from raafl.data.federated import ClientData

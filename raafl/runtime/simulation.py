@@ -9,14 +9,7 @@ from typing import Any
 
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
-from raafl.core.saving import (
-    assignment_from_json,
-    assignment_to_json,
-    event_from_json,
-    event_to_json,
-    from_plain,
-    to_plain,
-)
+from raafl.core.saving import assignment_to_json, event_to_json, to_plain
 from raafl.core.types import (
     Action,
     Arrived,
@@ -165,6 +158,8 @@ class Simulation(Driver):
 
     def restore(self, data: dict[str, Any]) -> None:
         """Restore the clock, waiting events and unfinished tasks from the result of `save`, but not the coordinator."""
+        from raafl.core.restoring import from_plain
+
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
@@ -410,6 +405,8 @@ def item_to_plain(item: Event | Due) -> dict[str, Any]:
 
 def item_from_plain(data: dict[str, Any]) -> Event | Due:
     """Return the item from the result of `item_to_plain`."""
+    from raafl.core.restoring import assignment_from_json, event_from_json
+
     if "due" in data:
         return Due(assignment_from_json(data["due"]), TaskTime(*data["time"]), *data.get("more", ()))
     return event_from_json(data)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from raafl.atomic_file import atomic_file, state_folder
-from raafl.core.saving import assignment_from_json, assignment_to_json
+from raafl.core.restoring import assignment_from_json
+from raafl.core.saving import assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, TaskFailed
 from raafl.local.train import LocalTrainer

@@ -27,7 +27,7 @@ from typing import Any, Self, cast
 import torch
 
 from raafl.core.coordinator import Coordinator
-from raafl.core.saving import group_from_json
+from raafl.core.restoring import group_from_json
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.errors import TaskFailed
 from raafl.parts.protect.secure.group import (

@@ -165,18 +165,6 @@ class Layout:
         """Return the layout as plain data; positions are left out, since they follow from the order."""
         return {"tensors": [[e.name, list(e.shape), _NAMES[e.dtype]] for e in self.entries]}
 
-    @classmethod
-    def from_json(cls, data: object) -> Layout:
-        """Restore a layout from the result of `to_json`.
-
-        Raises:
-            BadInput: ``data`` has another form.
-        """
-        tensors = data.get("tensors") if isinstance(data, dict) else None
-        if not isinstance(tensors, list):
-            raise BadInput(f"layout is {str(data)[:80]!r}: give {{'tensors': [[name, shape, dtype], ...]}}")
-        return cls.pack(_checked(item) for item in tensors)
-
     def only(self, names: Collection[str]) -> Layout:
         """Return a layout with only the tensors in ``names``, in this layout's order."""
         return Layout.pack((e.name, e.shape, e.dtype) for e in self.entries if e.name in names)
@@ -184,18 +172,6 @@ class Layout:
     def is_prefix_of(self, other: Layout) -> bool:
         """Check whether each buffer of this layout is the beginning of the same buffer of ``other``."""
         return all(other.by_name.get(entry.name) == entry for entry in self.entries)
-
-
-def _checked(item: Any) -> tuple[str, list[int], torch.dtype]:
-    good = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and isinstance(item[1], list)
-    if good:
-        good = all(type(size) is int and 0 <= size < 2**48 for size in item[1])
-        good = good and isinstance(item[2], str) and item[2] in DTYPES
-    if not good:
-        raise BadInput(
-            f"layout has the tensor {str(item)[:80]!r}: give [name, shape, dtype], with a dtype of {', '.join(DTYPES)}"
-        )
-    return item[0], item[1], DTYPES[item[2]]
 
 
 class FlatTensors:

@@ -11,7 +11,7 @@ import torch
 
 from raafl.algorithms import fed_compass
 from raafl.algorithms.fed_compass import CompassMemory, Group, GroupDeltas, GroupReported, Pace, StepsByGroup
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assign, ClientInfo, Joined, Lost, SetTimer, Settled, Timer
 from raafl.parts.merge.mean import Staleness
@@ -173,7 +173,7 @@ def test_the_record_survives_a_checkpoint():
     coordinator, tasks = deltas(fed_compass(1, 4), [(1, 1.0, 4.0), (2, 2.0, 4.0), (1, 3.0, 8.0)])
     again = coordinator_for(fed_compass(1, 4), min_clients=2, num_clients=2)
     again.state.values.copy_(coordinator.state.values)
-    saving.restore(again, saving.from_plain(saving.to_plain(saving.save(coordinator))))
+    restoring.restore(again, restoring.from_plain(saving.to_plain(saving.save(coordinator))))
     assert isinstance(next(iter(again.state.memory.of(CompassMemory).groups.values())), Group)
     for one in (coordinator, again):
         answer(one, tasks[2], 5.0, 8.5)

@@ -7,7 +7,7 @@ import torch
 
 from raafl.algorithms import scaffold
 from raafl.compression.plan import Compress
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
@@ -112,7 +112,7 @@ def test_the_server_by_hand():
     assert len(after) == 2
     again = coordinator_for(scaffold(cohort=2, server_lr=0.5), line_state(hidden=2), min_clients=4, num_clients=4)
     again.state.values.copy_(coordinator.state.values)
-    saving.restore(again, saving.save(coordinator))
+    restoring.restore(again, saving.save(coordinator))
     assert sent(again, two) == [[1.5, 1.5], [3, 3], [4, 4]]
 
 
@@ -131,7 +131,7 @@ def test_by_samples_both_means_are_weighted_and_silent_clients_count_as_the_othe
     assert bundles["c"]["fc2.weight"][0].tolist() == pytest.approx([280 / 60] * 2)
     assert bundles["c_i"]["fc2.weight"][0].tolist() == [4.0, 4.0]
     again = coordinator_for(algorithm, line_state(hidden=2), num_clients=3)
-    saving.restore(again, saving.save(coordinator))
+    restoring.restore(again, saving.save(coordinator))
     update = Update(0, 2, 0, filled(again.state, 0.0), 20, bundles={"c_i": filled(again.state, 4.0)})
     take(merge, again.state, update, FULL, 0)  # weighs 10 in c, as before
     merge_all(merge, again.state)

@@ -11,7 +11,7 @@ import torch
 from raafl.algorithms import fed_avg
 from raafl.compression.plan import Compress, CompressionPlan, InvalidPayload
 from raafl.compression.streams import COPY, RESIDUAL, CompressedSnapshots, DownlinkCodec, LastSent, UplinkCodec
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.local import Local
 from raafl.core.types import Assignment, Update
 from raafl.parts.merge.deltas import Deltas
@@ -224,7 +224,7 @@ def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_
     answered(task(1))
     sent, left = kept.find(COPY, 1), kept.find(RESIDUAL, 1)
     assert sent is not None and left is not None and coordinator.state.memory.of(LastSent).value[1][0] == 0
-    again = saving.from_plain(saving.to_plain(kept.values))
+    again = restoring.from_plain(saving.to_plain(kept.values))
     assert again[COPY][1].fingerprint() == sent.fingerprint() and again[RESIDUAL][1].fingerprint() == left.fingerprint()
     carried.cut(task(2, incarnation=1))
     assert kept.find(COPY, 1) is not sent and kept.find(RESIDUAL, 1) is None

@@ -16,7 +16,7 @@ from raafl.config.parse import parse
 from raafl.config.remote_options import split
 from raafl.config.shared import for_clients, sections
 from raafl.config.trust import from_server
-from raafl.devices import load_devices
+from raafl.devices.files import load_devices
 from raafl.errors import BadInput
 from raafl.runtime.identity import Identity, agree
 from raafl.runtime.server.session_protocol import Terms

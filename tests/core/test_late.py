@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg
-from raafl.core import saving
-from raafl.core.saving import event_from_json, event_to_json
+from raafl.core import restoring, saving
+from raafl.core.restoring import event_from_json
+from raafl.core.saving import event_to_json
 from raafl.core.types import Arrived, ClientInfo, Joined, Lost, SetTimer, Settled, Suspend, Timer
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of
@@ -143,6 +144,6 @@ def test_who_is_late_is_known_after_a_restart_from_a_checkpoint():
     tasks = assigned(join(coordinator, [1, 2, 3]))
     answer(coordinator, tasks[1], 1.0)
     answer(coordinator, tasks[2], 1.0)
-    saving.restore(again, saving.save(coordinator))
+    restoring.restore(again, saving.save(coordinator))
     assert again.roster.late == coordinator.roster.late == {tasks[3].id}
     assert outcomes(answer(again, tasks[3], 1.0)) == [(3, "refused:late")]

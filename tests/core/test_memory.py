@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.state import Memory, MergeMemory, OneValue
 
 
@@ -46,7 +46,7 @@ def test_the_plain_form_has_the_fields_that_are_not_none_by_key():
 
 def test_a_checkpoint_restores_records_also_those_that_no_part_has_asked_for_yet():
     memory = Memory()
-    memory.load(saving.from_plain(saving.to_plain(filled().to_plain())))
+    memory.load(restoring.from_plain(saving.to_plain(filled().to_plain())))
     assert memory.to_plain().keys() == filled().to_plain().keys()
     assert memory.of(Sums).total.tolist() == [1.0, 2.0] and memory.of(Sums).last is None
     found = memory.find(Sums, "sums of b")

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
+from raafl.core.restoring import restore
 from raafl.core.roster import FIRST_S, HOPELESS, LONGEST_S, RefusalBackoff
-from raafl.core.saving import restore, save
+from raafl.core.saving import save
 from raafl.core.types import (
     OUT_OF_MEMORY,
     Arrived,

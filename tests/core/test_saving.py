@@ -19,7 +19,8 @@ from raafl.algorithms import (
     timely_fl,
 )
 from raafl.core.options import Guard
-from raafl.core.saving import from_plain, restore, save, to_plain
+from raafl.core.restoring import from_plain, restore
+from raafl.core.saving import save, to_plain
 from raafl.core.types import Evaluate
 from raafl.parts import RateSelect
 from raafl.parts.protect.robust import guarded

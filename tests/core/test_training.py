@@ -7,7 +7,8 @@ import math
 import pytest
 
 from raafl.core.options import Training
-from raafl.core.saving import assignment_from_json, assignment_to_json
+from raafl.core.restoring import assignment_from_json
+from raafl.core.saving import assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput
 from raafl.submodel import FULL

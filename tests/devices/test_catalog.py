@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from raafl.devices import Device, Profile, assign, catalog, load_devices
-from raafl.devices.files import write_rows
+from raafl.devices import Device, Profile, assign, catalog
+from raafl.devices.files import load_devices, write_rows
 
 NAMED = ["jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-agx-orin", "raspberry-pi-4", "a100", "h100"]
 

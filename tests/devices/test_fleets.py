@@ -8,7 +8,8 @@ import statistics
 
 import pytest
 
-from raafl.devices import assign, catalog, fleets, load_devices
+from raafl.devices import assign, catalog, fleets
+from raafl.devices.files import load_devices
 
 
 def speeds(text, num=4):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raafl.devices import Device, Profile, assign, load_devices
+from raafl.devices import Device, Profile, assign
+from raafl.devices.files import load_devices
 from raafl.devices.variation import real_time
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from raafl.config.shared import for_clients
-from raafl.devices import Device, assign, load_devices
+from raafl.devices import Device, assign
+from raafl.devices.files import load_devices
 
 
 def csv_file(tmp_path, text: str) -> str:

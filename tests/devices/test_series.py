@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from raafl.core.saving import client_from_json, client_to_json
+from raafl.core.restoring import client_from_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import ClientInfo, Joined
 from raafl.devices.profiles import Profile
 from raafl.devices.recordings import (

@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 
-from raafl.core.saving import client_from_json, client_to_json
+from raafl.core.restoring import client_from_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Assign, ClientInfo, Joined, Timer, Update, Work, derive_seed
 from raafl.devices.profiles import Profile, TaskTime
 from raafl.devices.variation import MOST_STEPS, STEPS, description, real_time

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -131,6 +131,6 @@ def cut_in_the_middle(
     values, rest, left = whole.state.values.clone(), saving.save(whole), dict(tasks)
     play(whole, tasks, range(cut, steps))
     again.state.values.copy_(values)
-    saving.restore(again, rest)
+    restoring.restore(again, rest)
     play(again, left, range(cut, steps))
     return whole, again

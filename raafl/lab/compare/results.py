@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from raafl.devices import Device, assign, load_devices
+from raafl.devices import Device, assign
 from raafl.devices.catalog import watts
+from raafl.devices.files import load_devices
 from raafl.lab.compare.comparison import Comparison
 from raafl.lab.compare.runs import Outcome, file_digest, made_by
 from raafl.lab.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to

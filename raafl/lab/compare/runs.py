@@ -161,7 +161,7 @@ def _named_files(fields: Mapping[str, Any]) -> list[Path]:
     They are the device file, recordings of device speeds, and the modules with the user's classes, without what these
     import.
     """
-    from raafl.devices import load_devices
+    from raafl.devices.files import load_devices
 
     devices = fields.get("devices")
     found = set()

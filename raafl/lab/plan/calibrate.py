@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import SelectContext
-from raafl.core.saving import assignment_from_json, client_from_json
+from raafl.core.restoring import assignment_from_json, client_from_json
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Device, Profile
 from raafl.errors import BadInput

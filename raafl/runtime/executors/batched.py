@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raafl.core.saving import from_plain, to_plain
+from raafl.core.saving import to_plain
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import USER_ERRORS, TaskFailed, format_error
@@ -322,6 +322,8 @@ class BatchedExecutor(Executor):
 
     def restore(self, data: dict[str, Any]) -> None:
         """Restore the result of `save`; see `Executor.restore`."""
+        from raafl.core.restoring import from_plain
+
         device = self._trainer.fabric.device
         for number, answer in data.get("answers", ()):
             member = self._waiting[self._kinds[number]].pop(number)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.core.saving import assignment_from_json, assignment_to_json
+from raafl.core.restoring import assignment_from_json
+from raafl.core.saving import assignment_to_json
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, GpuLost, RunFailed, TaskFailed, installing
 from raafl.local.context import ALONE, TaskContext

@@ -16,8 +16,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raafl.core import saving
 from raafl.core.coordinator import Coordinator
+from raafl.core.restoring import restore
 from raafl.core.types import Limits
 from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoint_reader
@@ -266,7 +266,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     """Restore the state of a run from a checkpoint into a new coordinator and a new record; clocks are not restored."""
     record.restore(saved.section["record"])
     coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
-    saving.restore(coordinator, saved.section["coordinator"])
+    restore(coordinator, saved.section["coordinator"])
     if not saved.restarts:
         return
     roster = coordinator.roster

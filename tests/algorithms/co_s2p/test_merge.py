@@ -8,7 +8,7 @@ from torch import nn
 
 from raafl.algorithms import co_s2p
 from raafl.algorithms.co_s2p.merge import ImportanceMerge, PublishedMerge, importance
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Work
 from raafl.errors import BadInput
@@ -202,7 +202,7 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
         assert sent["other"].isnan().all()
     assert float(state.values["fc2.bias"]) == 1.0
     plain = state.memory.to_plain()
-    assert saving.from_plain(saving.to_plain(plain)) == plain
+    assert restoring.from_plain(saving.to_plain(plain)) == plain
     assert merge.reject_reason(state, update(state, 3, 1.0), FULL, 0) is None
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from raafl.commands.cli import main
 from raafl.config.parse import parse
-from raafl.devices import Profile, load_devices
+from raafl.devices import Profile
+from raafl.devices.files import load_devices
 from raafl.errors import BadInput
 from raafl.lab.plan.calibrate import MOST_FITTED, Fit, TimedTask, calibrate, check, fit_tasks, read_real
 from tests.helpers.real_ranks import ranks

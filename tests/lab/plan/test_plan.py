@@ -18,7 +18,8 @@ from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo, Warn
-from raafl.devices import Profile, load_devices
+from raafl.devices import Profile
+from raafl.devices.files import load_devices
 from raafl.devices.measure import Answerer
 from raafl.errors import BadInput
 from raafl.lab.plan import dry, show

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from raafl.api.modules import in_eval_mode, with_modes_of_training
 from raafl.core.types import Warn
 from raafl.data import Digits
 from raafl.errors import BadInput
 from raafl.local.evaluate import Evaluator
-from raafl.local.prepare import call_own_train, in_eval_mode, with_modes_of_training
+from raafl.local.prepare import call_own_train
 from raafl.runtime.first_look import eval_mode_note
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.small_federations import federation

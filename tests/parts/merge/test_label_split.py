@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_rolex, hetero_fl
 from raafl.config.parse import parse
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.masked_loss import CLASSES, output_layer
 from raafl.core.options import Guard
 from raafl.core.state import GlobalState
@@ -148,7 +148,7 @@ def test_a_merge_that_is_cut_in_its_middle_goes_on_as_if_it_had_not_been():
         if cut:
             saved = saving.save(coordinator)
             coordinator = coordinator_for(hetero_fl(rates=1.0), state_of(), min_clients=2)
-            saving.restore(coordinator, saved)
+            restoring.restore(coordinator, saved)
         coordinator.handle(Arrived(second), 0.0)
         ends.append(coordinator.state.values["fc2.bias"].tolist())
     assert ends == [[2.0, 3.0, 4.0]] * 2

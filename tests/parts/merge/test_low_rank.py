@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Lost, Update
 from raafl.parts import RateSelect
@@ -274,7 +274,7 @@ def test_a_run_that_is_cut_in_its_middle_goes_on_as_if_it_had_not_been(make, lor
                 coordinator = coordinator_for(
                     make(submodel=BY_RANK, lora=lora), state_of(make(lora=lora)), min_clients=3
                 )
-                saving.restore(coordinator, saved)
+                restoring.restore(coordinator, saved)
                 coordinator.state.values.copy_(values)
             tasks |= give(coordinator, tasks[client])[1]
         ends.append(coordinator.state.values)

@@ -9,7 +9,7 @@ import pytest
 import raafl.parts
 from raafl.algorithms import ALGORITHMS, fed_buff
 from raafl.config.parse import load_experiment, parse
-from raafl.core import saving
+from raafl.core import restoring, saving
 from raafl.core.algorithm import OwnTests, SelectContext, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -373,7 +373,7 @@ def test_a_window_rolls_on_after_a_checkpoint():
         tasks |= assigned(answer(first, tasks[1], float(value)))
     assert tasks[1].spec == hidden(range(5, 13)) and tasks[2].spec == hidden(range(8))
     second = rolled()
-    saving.restore(second, saving.save(first))
+    restoring.restore(second, saving.save(first))
     assert assigned(answer(second, tasks[1], 0.0))[1].spec == hidden(range(6, 14))
     assert assigned(answer(second, tasks[2], 0.0))[2].spec == hidden(range(1, 9))
 

@@ -25,8 +25,8 @@ from raafl.core.types import Assignment, ClientInfo, Event, Received, Settled, U
 from raafl.data.federated import ClientData
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, RunFailed, cause
-from raafl.local.context import ALONE, TaskContext
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.context import ALONE, Stopped, TaskContext
+from raafl.local.train import LocalTrainer
 from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import TaskRefused

@@ -42,3 +42,7 @@ class TaskContext:
 
 ALONE = TaskContext()
 """Context of a task that this process trains on its own, without server or other processes."""
+
+
+class Stopped(Exception):
+    """Raised to end a task early, because its result is no longer needed."""

@@ -17,10 +17,10 @@ from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.local import SkippedBatch
 from raafl.core.options import FabricOptions
 from raafl.core.payload import Bundles
-from raafl.core.types import Assignment, Update, derive_seed
+from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
-from raafl.local.context import ALONE, TaskContext
+from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
 from raafl.local.gradients import ProximalTerm, backward_of
 from raafl.local.record import addend
@@ -28,17 +28,12 @@ from raafl.local.trainable import TrainableSubmodel
 from raafl.module_hooks import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.cut.layers import statistics_of
 
 if TYPE_CHECKING:
     from raafl.local.client_group import Shards
     from raafl.submodel.frozen import FrozenBase
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
-
-
-class Stopped(Exception):
-    """Raised to end a task early, because its result is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +166,9 @@ class LocalTrainer:
         losses, metrics = {} if loss is None else {LOSS: loss}, dict[str, float]()
         if data.test is not None and task.context.link is None and self.local.evaluates_on_client(assignment.extra):
             metrics, losses = {name: float(x) for name, x in losses.items()} | built.recorder.means(MAX_LOGGED), {}
-            metrics |= self._test(built, assignment, data.test, task.context)
+            from raafl.local.own_test import measure_part
+
+            metrics |= measure_part(self, task, data.test)
         self._check_base(built)
         built.state.check()
         return self.answer(task, num_steps, losses, metrics, extra)
@@ -234,39 +231,6 @@ class LocalTrainer:
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass in the run's precision."""
         return self._strategy.precision.forward_context() if self._mixed else nullcontext()
-
-    def _test(
-        self, built: TrainableSubmodel, assignment: Assignment, data: ClientData, context: TaskContext
-    ) -> dict[str, float]:
-        """Evaluate the trained submodel on the test part of the client's data, with random numbers that training does not use."""
-        if self.submodels.rules.seeds_own_tests:
-            seed_everything(derive_seed(assignment.seed, "own test", assignment.version), self.fabric.device)
-
-        def batches() -> Iterator[Sized]:
-            context.progress.place = "batch 0 of its test part"
-            for index, sized in enumerate(data.in_order(self.training.batch_size), start=1):
-                # with shards all processes evaluate together, so none may stop alone
-                if context.is_stopped and self.shards is None:
-                    raise Stopped
-                yield sized
-                context.progress.place = f"batch {index} of its test part"
-
-        from raafl.local.own_test import measure_part
-
-        static = self.submodels.batch_norm == "static"  # static batch norm has no running statistics
-        norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
-        # batch norms that the model keeps in eval mode use their stored statistics
-        norms = [path for path in norms if self.submodels.module.get_submodule(path).training]
-        return measure_part(
-            built.module,
-            built.recorder,
-            built.buffers,
-            data,
-            batches(),
-            self.fabric.device,
-            self.forward_context,
-            norms,
-        )
 
     def _check_base(self, built: TrainableSubmodel) -> None:
         """Raise `BadInput` if a task has changed the frozen base, which other tasks and clients share.

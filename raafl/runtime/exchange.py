@@ -20,8 +20,8 @@ from raafl.core.exchange import Exchange, server_seed
 from raafl.core.options import FabricOptions
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, InvalidPayload
-from raafl.local.context import TaskContext
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.context import Stopped, TaskContext
+from raafl.local.train import LocalTrainer
 from raafl.rng import RngStream
 from raafl.runtime.client.worker import Client, ClientExtension
 from raafl.runtime.protocol import Assign, Meta, Question

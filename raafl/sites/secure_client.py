@@ -18,7 +18,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped
 from raafl.log import warn_once
 from raafl.parts.protect.secure.group import (
     OUT_OF_RANGE,

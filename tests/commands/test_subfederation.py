@@ -20,8 +20,7 @@ from raafl.commands.subfederation import Bridge
 from raafl.config.remote_options import options_below, split
 from raafl.core.options import Subfederation
 from raafl.core.types import Assignment, Timer
-from raafl.local.context import ALONE, TaskContext
-from raafl.local.train import Stopped
+from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.runtime.client.worker import TaskRefused
 from raafl.runtime.replay import replay
 from raafl.submodel import FULL

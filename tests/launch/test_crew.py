@@ -15,8 +15,7 @@ from raafl.core.algorithm import Hook, Local
 from raafl.errors import BadInput
 from raafl.local import client_group
 from raafl.local.client_group import ClientProcesses, Share
-from raafl.local.context import TaskContext
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped, TaskContext
 from raafl.submodel import FULL, Spec
 from tests.local.bench import Bench, Net, assignment
 

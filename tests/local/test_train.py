@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 
 from raafl.core.algorithm import Local, Training
 from raafl.errors import BadInput
-from raafl.local.context import TaskContext
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped, TaskContext
 from raafl.submodel import Spec
 from tests.local.bench import NUM_SAMPLES, Bench, Net, Norm, assignment, batches, plain_loop, same, samples
 

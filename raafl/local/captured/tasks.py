@@ -19,8 +19,8 @@ from raafl.local.captured import graphs as bounds
 from raafl.local.captured.batches import BatchGraphs
 from raafl.local.captured.graphs import PROOFS, CapturedSteps, Step, StepGraphs
 from raafl.local.captured.limits import NotCapturable, problems
-from raafl.local.context import TaskContext
-from raafl.local.train import LocalTrainer, PreparedTask, Stopped, TaskSteps
+from raafl.local.context import Stopped, TaskContext
+from raafl.local.train import LocalTrainer, PreparedTask, TaskSteps
 from raafl.local.trainable import TrainableSubmodel
 from raafl.log import warn_once
 from raafl.rng import generators, same_generators

@@ -9,9 +9,9 @@ from dataclasses import replace
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
-from raafl.local.context import TaskContext
+from raafl.local.context import Stopped, TaskContext
 from raafl.local.evaluate import peak_bytes
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item, Work
 from raafl.runtime.early import begins_alike, expected_next
 from raafl.runtime.executors.base import attempt

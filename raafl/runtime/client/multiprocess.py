@@ -31,8 +31,7 @@ from torch import distributed as _distributed
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, RunFailed
 from raafl.local.client_group import ClientProcesses, ShardedProcesses, Shards, num_processes, problem
-from raafl.local.context import TaskContext
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped, TaskContext
 from raafl.runtime.executors.base import attempt
 from raafl.runtime.identity import Difference, Identity, agree
 from raafl.runtime.protocol import Assign, Config, Hello, no_tensors

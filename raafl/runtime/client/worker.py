@@ -20,10 +20,10 @@ from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, Update
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, RunFailed, TaskFailed
 from raafl.local.client_group import ClientProcesses
-from raafl.local.context import TaskContext
+from raafl.local.context import Stopped, TaskContext
 from raafl.local.evaluate import PEAK, left_out, logged_not_finite, peak_bytes
 from raafl.local.malloc import give_back
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.train import LocalTrainer
 from raafl.log import warn_once
 from raafl.runtime.executors.base import attempt
 from raafl.runtime.extensions import extension

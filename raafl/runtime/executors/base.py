@@ -16,9 +16,9 @@ import torch
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import USER_ERRORS, BadInput, TaskFailed
-from raafl.local.context import ALONE, TaskContext
+from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.local.evaluate import Evaluator
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Layout, Spec
 
 # texts of RuntimeErrors by which torch reports too little memory

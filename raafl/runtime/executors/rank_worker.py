@@ -11,11 +11,11 @@ from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.errors import USER_ERRORS, GpuLost, TaskFailed, format_error
-from raafl.local.context import TaskContext
+from raafl.local.context import Stopped, TaskContext
 from raafl.local.evaluate import Evaluator
 from raafl.local.malloc import give_back
 from raafl.local.shared_evaluation import partials
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, unanswered
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Measure, Welcome

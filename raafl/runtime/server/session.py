@@ -17,7 +17,7 @@ from typing import Any
 
 from raafl.core.types import NO_SPACE, Assignment, ClientInfo, Lost
 from raafl.errors import GpuLost, TaskFailed
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped
 from raafl.runtime.protocol import GPU_LOST, Reason
 from raafl.runtime.server import session_protocol as needs
 from raafl.runtime.server.link import HandedOver, Inbox

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from raafl.core.types import ClientInfo
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped
 from raafl.runtime.protocol import Resume
 from raafl.runtime.server import session_protocol as needs
 from raafl.runtime.server.link import Away, Back, HandedOver, Inbox, LinkStep, Resumption

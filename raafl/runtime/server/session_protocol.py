@@ -26,7 +26,7 @@ from raafl.core.state import ClientState
 from raafl.core.subfederation import with_contributions
 from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Update
 from raafl.errors import InvalidPayload
-from raafl.local.train import Stopped
+from raafl.local.context import Stopped
 from raafl.runfolder.seals import Signer
 from raafl.runtime.executors.base import unanswered
 from raafl.runtime.identity import Identity, agree, client_info, in_words

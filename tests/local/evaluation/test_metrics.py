@@ -16,9 +16,8 @@ from model_zoo.metrics import MacroF1
 from raafl.core.algorithm import Training
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.context import TaskContext
+from raafl.local.context import Stopped, TaskContext
 from raafl.local.evaluate import Evaluator
-from raafl.local.train import Stopped
 from raafl.rules import Rules
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.plain_loop import seed_of

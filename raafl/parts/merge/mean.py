@@ -319,6 +319,11 @@ class Mean(Merge):
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, weights, mixed)))
             for old, total, weight, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / weight
+                # a mask takes longer than all of the arithmetic, and most pieces are covered whole; on a GPU the look
+                # at the weights would be a wait
+                if old.device.type == "cpu" and weight.min() > 0:
+                    old.mul_(keep).addcdiv_(total, weight)
+                    continue
                 # 0 / 0 = NaN where no update covers an element, which the next line leaves out
                 new = (old * keep).addcdiv_(total, weight)
                 torch.where(weight > 0, new, old, out=old)

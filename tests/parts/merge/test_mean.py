@@ -18,6 +18,9 @@ from tests.helpers.coordinators import filled, line_state, values_of
 TOP, BOTTOM = Spec.select({"hidden": range(0, 2)}), Spec.select({"hidden": range(2, 4)})
 
 
+MIDDLE = Spec.select({"hidden": range(1, 3)})
+
+
 def give(merge, state, updates):
     """Let the merge receive (value, spec, weight, staleness) one after the other, then apply."""
     for place, (value, spec, weight, staleness) in enumerate(updates):
@@ -92,6 +95,21 @@ def test_mixing_a_fragment_leaves_the_others_bit_for_bit():
     assert torch.equal(state.values["fc1.weight"][2:], before["fc1.weight"][2:])
     expected = before["fc1.weight"][:2] * 0.4 + 0.6
     torch.testing.assert_close(state.values["fc1.weight"][:2], expected)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.6])
+def test_pieces_that_are_covered_whole_get_the_bits_of_those_that_are_not(alpha, monkeypatch):
+    """A piece of one element is covered or not; one of many is computed with a mask, since unit 3 is not covered."""
+    found = []
+    for size in (1, 1 << 16):
+        monkeypatch.setattr("raafl.submodel.flat.CHUNK", size)
+        state = line_state()
+        torch.manual_seed(0)
+        for buffer in state.values.buffers.values():
+            buffer.normal_().mul_(torch.randint(0, 2, buffer.shape) - 0.5)  # some are -0.0
+        give(Mean(alpha=alpha, staleness=Staleness("polynomial")), state, [(0.3, TOP, 3, 0), (-0.7, MIDDLE, 4, 2)])
+        found.append(state.values.fingerprint())
+    assert found[0] == found[1]
 
 
 def test_several_merges_in_a_row_start_afresh():

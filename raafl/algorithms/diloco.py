@@ -513,8 +513,7 @@ def _set(table: Table, client: int, step_s: float, fleet: SelectContext) -> None
     least = fleet.cache.get(f"least {table}")
     if least is not None and step_s < least[1]:
         fleet.cache[f"least {table}"] = (client, step_s)
-    # the client had the least seconds so far, and perhaps has not any more
-    elif least is not None and least[0] == client:
+    elif least is not None and least[0] == client:  # this client was the fastest, and may no longer be
         del fleet.cache[f"least {table}"]
 
 

@@ -246,8 +246,7 @@ class Steps(Hook):
             self._move(seed, -2 * self.epsilon)
             is_above = False
             minus = value_of(self.task.loss(batch, index), 0.0)
-        # a skipped batch counts as a step with g = 0, so that the server's replay has the same number of steps
-        except SkippedBatch:
+        except SkippedBatch:  # counts as a step with g = 0, so that the server replays as many steps
             if is_above:
                 self._move(seed, -2 * self.epsilon)
             self._move(seed, self.epsilon)

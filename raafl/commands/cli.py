@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WIDE = 160  # columns of a table if the output is not a terminal
-# time for rank 0 to report an error that all ranks have: torchrun ends all of them when the first one fails
+# seconds that rank 0 has to report an error of all ranks, before another fails and torchrun ends all of them
 _WAIT_FOR_RANK_0_S = 30.0
 
 USAGE = """\

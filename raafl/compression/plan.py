@@ -146,7 +146,7 @@ class CompressionPlan:
             values = self.submodels.layout(spec, way).num_bytes
             more.append(wire.num_bytes - values)
             held += plain.num_bytes - values
-            # the message, the difference, the residual or copy, its part in use, and the decoded message
+            # memory for the message, the difference, the residual or copy, its part in use, and the decoded message
             if one is not None:
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
                 if one.feeds_back:
@@ -168,7 +168,7 @@ class CompressionPlan:
                 texts.append(f"{word} {type(one).__name__}, {wire:,} bytes in the place of {plain:,}")
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
-            # the stored copy, its part in use, and the change since
+            # three sizes: the stored copy, its part in use, and the change since
             held += 3 * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:

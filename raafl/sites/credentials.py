@@ -44,7 +44,7 @@ class TlsFiles(Credentials):
     key: Path  # private key of this side, readable by its owner alone
     # list of revoked certificates, a file that may be missing; None = not checked, as on a client
     crl: Path | None = None
-    # name of the run that this side offers or asks for, if the server has many runs; None = it has one
+    # name of the run that this side offers or asks for; None = the server has a single run
     run: str | None = None
 
     @classmethod

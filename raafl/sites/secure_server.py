@@ -151,9 +151,9 @@ class _Running:
     waiting: set[int] = field(default_factory=set)  # members whose message has not arrived yet
     here: dict[int, SecureStep] = field(default_factory=dict)  # steps of this phase, by member
     senders: tuple[int, ...] = ()  # members that sent shares
-    masked: dict[int, SecureStep] = field(default_factory=dict)  # steps with masked numbers, by member; empty before
+    masked: dict[int, SecureStep] = field(default_factory=dict)  # steps with masked numbers, by member; first empty
     gone: set[int] = field(default_factory=set)  # members whose connection has ended
-    signed: Reply | None = None  # reply to those that have signed both lists; None = before that
+    signed: Reply | None = None  # reply to members that sign both lists; None = not ready yet
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
         """Enter ``phase`` and wait for a message of each member in ``keys`` that is still connected."""

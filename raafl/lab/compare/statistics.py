@@ -101,8 +101,7 @@ def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | No
     groups = [(ours, theirs) for ours, theirs in groups if ours and theirs]
     if not groups:
         return None
-    # statistic: twice the number of later pairs minus its expectation, a whole number that is symmetric about 0 without
-    # ties
+    # the statistic is twice the number of later pairs minus its mean: an integer, symmetric about 0 if there are no ties
     whole, untied = {0: 1}, {0: 1}
     seen = 0
     for ours, theirs in groups:

@@ -39,6 +39,7 @@ QUICK_START = (
     "first look",
     "divergence",
     "final model",
+    "memory of a process",
 )
 """Rooms that `raafl simulate --config quickstart` names."""
 ARGV = ["simulate", "--config", "quickstart", "--progress", "quiet"]
@@ -224,7 +225,6 @@ OF_PROCESSES = {
     "devices in files",
     "failures",
     "other commands",
-    "memory of a process",
     "processes of a client",
     "restored records",
     "sessions",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
-import socket
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
@@ -196,18 +194,6 @@ def positive(field: str, value: float | None, *, optional: bool = False) -> None
         raise BadInput(f"{field} is {value}: give a number above 0")
 
 
-def resolves(text: str) -> None:
-    """Raise `BadInput` unless ``text`` is HOST:PORT and this machine can resolve the host name."""
-    host, port = parse_address(text)
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BadInput(
-            f"address is '{text}', whose host is not found ({why}): correct its name, or give an IP address"
-        ) from None
-
-
 def refuse_unused(reason: str, remedy: str = "", /, **given: tuple[object, object]) -> None:
     """Raise `BadInput` for each argument that the user has set although it has no effect."""
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
@@ -260,15 +246,3 @@ def parse_address(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise BadInput(f"address is '{text}', whose port is '{port}': give 0 to 65535")
     return host, int(port)
-
-
-_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-
-
-def check_run_name(name: str) -> str:
-    """Return the name of a run of a server for many; raise `BadInput` unless it can be the name of a folder anywhere."""
-    if not _RUN_NAME.fullmatch(name):
-        raise BadInput(
-            f"run is {ascii(name)[:80]}: give 1 to 63 of the characters a-z, 0-9, '_' and '-', a letter or digit first"
-        )
-    return name

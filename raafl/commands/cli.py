@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from raafl import log
-from raafl.config.argv import name_of, options_of, values, with_paths, without
-from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, resolves
+from raafl.config.argv import name_of, options_of, resolves, values, with_paths, without
+from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary

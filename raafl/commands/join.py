@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raafl.config.argv import name_of, names_section
+from raafl.config.argv import name_of, names_section, resolves
 from raafl.config.parse import check_plain
 from raafl.config.remote_options import split
-from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.log import reports_for_all
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.seals import Signer
-from raafl.runtime.lifecycle.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
     from raafl.runtime.client.setup import ClientSetup
@@ -157,3 +157,22 @@ def _with_receipts(
         return site
 
     return kept
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Return a context in which SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does; for a client, which has no state to save.
+
+    An earlier handler of SIGTERM is called, too.
+    """
+    if (
+        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

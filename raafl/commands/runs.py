@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.commands.fit_local import ServerCommand
 from raafl.commands.join import credentials
-from raafl.config.argv import name_of, options_of, whole_number
-from raafl.errors import BadInput, RunFailed, check_run_name, resolves
+from raafl.config.argv import name_of, options_of, resolves, whole_number
+from raafl.config.remote_options import check_run_name
+from raafl.errors import BadInput, RunFailed
 from raafl.lean_import import quick_imports
 from raafl.runtime.supervisor import Child, RestartPolicy, Supervisor
 from raafl.sites.hosted_runs import HostedRun, locked, state_folder_of

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from raafl.errors import BadInput, nearest, one_of
+from raafl.errors import BadInput, nearest, one_of, parse_address
 
 
 def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
@@ -167,3 +168,15 @@ def _path(value: str) -> str:
     raise BadInput(
         f"config is '{value}', which is neither a file nor a config that comes with raafl: {nearest(value, known)}"
     )
+
+
+def resolves(text: str) -> None:
+    """Raise `BadInput` unless ``text`` is HOST:PORT and this machine can resolve the host name."""
+    host, port = parse_address(text)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(
+            f"address is '{text}', whose host is not found ({why}): correct its name, or give an IP address"
+        ) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from raafl.config.argv import name_of, names_section, own_options, whole_number
-from raafl.errors import BadInput, check_run_name
+from raafl.errors import BadInput
 from raafl.plain_yaml import read_yaml
 
 SERVE = """
@@ -168,3 +169,15 @@ def _truth(name: str, text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise BadInput(f"{name} is '{text}': give true or false")
     return text.lower() == "true"
+
+
+_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+
+
+def check_run_name(name: str) -> str:
+    """Return the name of a run of a server for many; raise `BadInput` unless it can be the name of a folder anywhere."""
+    if not _RUN_NAME.fullmatch(name):
+        raise BadInput(
+            f"run is {ascii(name)[:80]}: give 1 to 63 of the characters a-z, 0-9, '_' and '-', a letter or digit first"
+        )
+    return name

@@ -52,8 +52,13 @@ def followed_cost(
     """Predict the cost of a task from the steps of its own hook."""
     depends = local.cost_depends_on(extra)
     key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
+    at, method = submodels.normal(spec).leading, OwnSteps(local, submodels, extra)
     try:
-        cost = submodels.method_cost(spec, batch_size, OwnSteps(local, submodels, extra), key)
+        cost = submodels.cached(
+            "method cost",
+            (at, batch_size, key),
+            lambda: submodels.base_variant(at).predicted_cost(at.without_base, batch_size, method),
+        )
     except USER_ERRORS:  # a hook may fail without real values, for example on a missing attribute
         return estimate
     return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from pathlib import Path
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 import torch
 
 from raafl.core.types import Assignment
-from raafl.errors import CodeFailed, GpuLost, TaskFailed, format_error
+from raafl.errors import CodeFailed, GpuLost, TaskFailed, briefly, format_error
 from raafl.local.context import TaskContext
 from raafl.submodel import Spec
 
@@ -75,3 +76,28 @@ def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | No
     except OSError:  # the error itself is reported elsewhere
         return None
     return _FILE
+
+
+def misfit(error: BaseException) -> str:
+    """Describe an argument of the model whose type is not that of its default; "" if there is none."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
+            continue
+        for name, parameter in inspect.signature(type(module).__init__).parameters.items():
+            value, kind = frame.f_locals.get(name, parameter.default), type(parameter.default)
+            allowed = {float: (int, float), list: (list, tuple), tuple: (list, tuple)}.get(kind, (kind,))
+            if kind in _KINDS and value is not None and type(value) not in allowed:
+                return f"model.{name} is {briefly(value)}: give {_KINDS[kind]}, as its default, {briefly(parameter.default)}"
+        return ""
+    return ""
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +21,12 @@ from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
-from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
+from raafl.errors import USER_ERRORS, BadInput, format_error
 from raafl.local.numerics import set_numerics
 from raafl.local.prepare import call_own_train, prepare, start_observers
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
-from raafl.rng import generators, same_generators, seeded
+from raafl.rng import seeded
 from raafl.rules import Rules
 from raafl.submodel import Submodels, skeleton
 
@@ -88,48 +86,26 @@ def make_model(experiment: Experiment) -> LightningModule:
     seed = derive_seed(experiment.seed, "model")
     seeded(seed)
     torch.manual_seed(seed)  # also seeds GPUs
-    return _prepared(experiment)
+    return prepared_model(experiment)
 
 
-def _prepared(experiment: Experiment) -> LightningModule:
+def prepared_model(experiment: Experiment) -> LightningModule:
+    """Build the user's model in the form in which the algorithm trains it; raise `BadInput` for errors of its code."""
     try:
         module = user_model(experiment)
     except BadInput:
         raise
     # the user's code or its library has raised this error; `BadInput` explains itself
     except USER_ERRORS as error:
-        if isinstance(error, TypeError) and (misfit := _misfit(error)):
-            raise BadInput(misfit) from error
+        from raafl.local.failure import misfit
+
+        if isinstance(error, TypeError) and (reason := misfit(error)):
+            raise BadInput(reason) from error
         is_plain = isinstance(error, ValueError | TypeError)
         why = " ".join(str(error).split())[:400] if is_plain else format_error(error)
         raise BadInput(f"the model cannot be constructed: {why}") from error
     prepared: LightningModule = experiment.algorithm.local.prepare(module)
     return prepared
-
-
-def _misfit(error: BaseException) -> str:
-    """Describe an argument of the model whose type is not that of its default; "" if there is none."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
-            continue
-        for name, parameter in inspect.signature(type(module).__init__).parameters.items():
-            value, kind = frame.f_locals.get(name, parameter.default), type(parameter.default)
-            allowed = {float: (int, float), list: (list, tuple), tuple: (list, tuple)}.get(kind, (kind,))
-            if kind in _KINDS and value is not None and type(value) not in allowed:
-                return f"model.{name} is {briefly(value)}: give {_KINDS[kind]}, as its default, {briefly(parameter.default)}"
-        return ""
-    return ""
-
-
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    tuple: "a list",
-}
 
 
 def submodels_of(
@@ -176,7 +152,7 @@ def proven_submodels(
     return submodels
 
 
-def _start(
+def start_buffers(
     experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
 ) -> None:
     """Initialise buffers that get size or values in a first step, such as ranges of quantisation observers."""
@@ -194,10 +170,10 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
     def plain() -> LightningModule:
         with skeleton():
             module = user_model(experiment)
-        _start(experiment, module, data, user_model)
+        start_buffers(experiment, module, data, user_model)
         return module
 
-    _start(experiment, module, data, make_model)
+    start_buffers(experiment, module, data, make_model)
     own = None if experiment.algorithm.local.traits.proven_as_trained else plain
     return proven_submodels(
         experiment.submodels,
@@ -407,7 +383,7 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
     return OwnTests(dict(enumerate(data.test_sizes, start=1)), experiment.partition.test_share)
 
 
-def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
+def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
     """Build the trainer for the tasks of an experiment."""
     algorithm = experiment.algorithm
     from raafl.config.problems import device_problem
@@ -442,26 +418,6 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
     return trainer
 
 
-def client_parts(
-    experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
-) -> tuple[Submodels, LocalTrainer]:
-    """Build the parts of the model that a client's own process needs: its structure and the values of frozen parameters."""
-    drawn = generators()
-    with skeleton():
-        module = _prepared(experiment)
-    from raafl.submodel.module_state import has_values_beside
-
-    if not same_generators(drawn, generators()) and has_values_beside(module):
-        # a skeleton draws other random numbers than the server's model, and so has other values beside the parameters
-        module = make_model(experiment)
-    _start(experiment, module, data, make_model)
-    submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
-    if submodels.frozen:
-        # a process for one client loads only the variant of the frozen base that its tasks need
-        submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
-    return submodels, _make_trainer(experiment, submodels, options, max_built)
-
-
 MAX_BUILT = 16
 """Largest number of small modules that a process which trains for many clients keeps built."""
 
@@ -475,7 +431,7 @@ def make_executor(
     """
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
-    trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)
+    trainer = make_trainer(parts.experiment, parts.submodels, options, max_built)
 
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)
@@ -483,7 +439,7 @@ def make_executor(
     if parts.experiment.engine.name == "ray":
         from raafl.runtime.executors.ray_engine import RayExecutor
 
-        return RayExecutor(parts.experiment, trainer, build_worker)
+        return RayExecutor(parts.experiment, trainer)
     inner = within_process(parts.experiment, trainer, data_of)
     if workers > 1:
         from raafl.local.evaluate import Evaluator
@@ -497,14 +453,6 @@ def make_executor(
     from raafl.runtime.executors.ranks import RankExecutor
 
     return RankExecutor(trainer, inner)
-
-
-def build_worker(experiment: Experiment) -> tuple[LocalTrainer, Executor]:
-    """Build what a process of a cluster needs to train any client's tasks of a simulation."""
-    set_numerics(experiment.threads, experiment.fabric)
-    data = load_data(experiment)
-    _, trainer = client_parts(experiment, data, experiment.fabric, min(MAX_BUILT, 2 * experiment.clients))
-    return trainer, within_process(experiment, trainer, data.client)
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:

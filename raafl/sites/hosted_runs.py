@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from raafl.atomic_file import atomic_file
-from raafl.errors import BadInput, check_run_name
+from raafl.config.remote_options import check_run_name
+from raafl.errors import BadInput
 
 State = Literal["submitted", "running", "completed", "stopped", "failed"]
 STATES: Final = get_args(State)

@@ -19,7 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self, cast, get_args
 
-from raafl.errors import BadInput, RunFailed, check_run_name
+from raafl.config.remote_options import check_run_name
+from raafl.errors import BadInput, RunFailed
 from raafl.runtime.protocol import no_tensors
 from raafl.runtime.supervisor import Child, RestartPolicy, exit_in_words
 from raafl.sanitize import sanitize_text, sanitize_tree

@@ -286,7 +286,7 @@ class FlatTensors:
 
     def copy_(self, other: FlatTensors) -> FlatTensors:
         """Copy the values of ``other``, which has the same layout, into this storage; return self."""
-        _same_layout(self.layout, other.layout)
+        same_layout(self.layout, other.layout)
         for dtype, buffer in self.buffers.items():
             buffer.copy_(other.buffers[dtype])
         return self
@@ -316,28 +316,6 @@ class FlatTensors:
         if device == self.device:
             return self
         return FlatTensors.unchecked(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
-
-    def widen(self, out: FlatTensors | None = None) -> FlatTensors:
-        """Convert the values exactly to the layout for sums (`Layout.wide`), in new storage or in ``out``; return the result."""
-        if self.layout.wide is self.layout:
-            return self
-        out = FlatTensors.empty(self.layout.wide, self.device) if out is None else out
-        for own, wide in self._as_reals(out):
-            wide.copy_(own)
-        return out
-
-    def round_(self, wide: FlatTensors) -> FlatTensors:
-        """Round the values of ``wide``, whose layout is `Layout.wide`, into this storage; return self."""
-        for own, other in self._as_reals(wide):
-            own.copy_(other)
-        return self
-
-    def _as_reals(self, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return pairs of tensors of equal size: one of this object as real numbers, and one of ``wide``."""
-        _same_layout(self.layout.wide, wide.layout)
-        if len(wide.buffers) == len(self.buffers):  # no two dtypes share a wide dtype, so whole buffers match
-            return zip((reals(one).view(-1) for one in self.buffers.values()), wide.buffers.values(), strict=True)
-        return ((reals(tensor), wide[name]) for name, tensor in self.items())
 
     def prefix(self, layout: Layout) -> FlatTensors:
         """Return the tensors of ``layout``, the first of each dtype here, as flat tensors that share the storage.
@@ -386,7 +364,8 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(_WORDS[min(tensor.element_size(), 8)]).sum(dtype=torch.int64)
 
 
-def _same_layout(one: Layout, other: Layout) -> None:
+def same_layout(one: Layout, other: Layout) -> None:
+    """Raise `BadInput` unless two layouts are equal."""
     if one is not other and one.fingerprint != other.fingerprint:
         raise BadInput("flat tensors have different layouts: make both from the same model, spec and part")
 

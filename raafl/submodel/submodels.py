@@ -475,27 +475,10 @@ class Submodels:
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
         if spec.base is not None:
             return self.base_variant(spec).cost(spec.without_base, batch_size)
-        return self._predicted(spec, batch_size)
+        return self.predicted_cost(spec, batch_size)
 
-    def method_cost(self, spec: Spec, batch_size: int, method: Method, key: Hashable) -> Cost:
-        """Predict the cost of a task of a method that does more than the user's own step. Cached.
-
-        Args:
-            spec: submodel to train.
-            batch_size: local batch size.
-            method: method whose steps are followed.
-            key: everything of the method and of its task that the cost depends on.
-
-        Raises:
-            Exception: whatever the method's steps raise where they cannot be followed.
-        """
-        at = self.normal(spec).leading
-        return self.cached("method cost", (at, batch_size, key), lambda: self._method_cost(at, batch_size, method, key))
-
-    def _method_cost(self, spec: Spec, batch_size: int, method: Method, key: Hashable) -> Cost:
-        return self.base_variant(spec)._predicted(spec.without_base, batch_size, method)
-
-    def _predicted(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
+    def predicted_cost(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
+        """Predict the cost of a task anew: of the user's own step, or of the steps of ``method``, whatever these raise."""
         from raafl.submodel.cost.predicted import predict
 
         def make(spec: Spec, present: FlatTensors | None = None) -> Any:

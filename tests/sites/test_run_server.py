@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from raafl.config.remote_options import check_run_name
 from raafl.config.trust import of_text
-from raafl.errors import BadInput, RunFailed, check_run_name
+from raafl.errors import BadInput, RunFailed
 from raafl.runtime.protocol import no_tensors
 from raafl.sites.certificates import read_certificate
 from raafl.sites.hosted_runs import Asked, HostedRun, configs

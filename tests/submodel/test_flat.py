@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from raafl.core.restoring import layout_from_json
 from raafl.errors import BadInput
+from raafl.parts.merge.wide import round_, widened
 from raafl.submodel import FlatTensors, Layout, TensorEntry
 from raafl.submodel.flat import DTYPES, is_merged, reals
 
@@ -53,14 +54,14 @@ def test_named_tensors_are_copied_once_and_read_as_views(layout):
 @given(layouts)
 def test_a_wide_copy_has_reals_of_32_bits_or_more_and_rounds_back_to_the_same_bits(layout):
     flat = FlatTensors.from_named({e.name: torch.randn(e.shape).to(e.dtype) for e in layout.entries})
-    wide = flat.widen()
+    wide = widened(flat)
     assert (wide is flat) == all(
         (e.dtype.itemsize > 2 and not e.dtype.is_complex) or not is_merged(e.dtype) for e in layout.entries
     )
     for name, tensor in flat.items():
         assert torch.equal(wide[name].to(torch.float64), reals(tensor).to(torch.float64))
         assert wide[name].dtype in (torch.float32, torch.float64) if is_merged(tensor.dtype) else tensor.dtype
-    assert FlatTensors.zeros(layout).round_(wide).fingerprint() == flat.fingerprint()
+    assert round_(FlatTensors.zeros(layout), wide).fingerprint() == flat.fingerprint()
 
 
 def test_fingerprints_of_layouts_tell_names_shapes_dtypes_and_order_apart():

@@ -428,10 +428,11 @@ class Half(Submodels):
         with with_received_activation(module, outline, activation):
             return step(batch, index)
 
-    def _predicted(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
+    def predicted_cost(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
+        """Predict the cost of this half."""
         # trace the outline now: within the trace of a step no other step can be traced
         self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))
-        return super()._predicted(spec, batch_size, method)
+        return super().predicted_cost(spec, batch_size, method)
 
     def with_own_step(self, module: nn.Module) -> nn.Module:
         """Replace the module's training step by one that runs only this half, and return the module."""

@@ -7,10 +7,12 @@ imaginary parts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
@@ -18,10 +20,36 @@ from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.cost import Cost
+from raafl.submodel.flat import reals, same_layout
 from raafl.submodel.submodels import Caches, Part
 
 VALUES = "wide values"
 """Key in `GlobalState.scratch` of the wide values, and of the change counters of the values from which they were copied."""
+
+
+def widened(values: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
+    """Convert values exactly to the layout for sums (`Layout.wide`), in new storage or in ``out``; return the result."""
+    if values.layout.wide is values.layout:
+        return values
+    out = FlatTensors.empty(values.layout.wide, values.device) if out is None else out
+    for own, wide in _as_reals(values, out):
+        wide.copy_(own)
+    return out
+
+
+def round_(values: FlatTensors, wide: FlatTensors) -> FlatTensors:
+    """Round the values of ``wide``, whose layout is `Layout.wide`, into the storage of ``values``; return ``values``."""
+    for own, other in _as_reals(values, wide):
+        own.copy_(other)
+    return values
+
+
+def _as_reals(values: FlatTensors, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return pairs of tensors of equal size: one of ``values`` as real numbers, and one of ``wide``."""
+    same_layout(values.layout.wide, wide.layout)
+    if len(wide.buffers) == len(values.buffers):  # no two dtypes share a wide dtype, so whole buffers match
+        return zip((reals(one).view(-1) for one in values.buffers.values()), wide.buffers.values(), strict=True)
+    return ((reals(tensor), wide[name]) for name, tensor in values.items())
 
 
 class WideSubmodels(Submodels):
@@ -72,7 +100,7 @@ class WideSubmodels(Submodels):
             values: values in the model's own dtypes.
             out: wide tensors to overwrite; None = new ones.
         """
-        return values.prefix(self.cached("narrow", "", self.narrow_layout)).widen(out)
+        return widened(values.prefix(self.cached("narrow", "", self.narrow_layout)), out)
 
     def round_(self, values: FlatTensors, wide: FlatTensors) -> None:
         """Round wide tensors into the model's own values, in place.
@@ -81,7 +109,7 @@ class WideSubmodels(Submodels):
             values: values in the model's own dtypes, which are overwritten.
             wide: wide tensors to round.
         """
-        values.prefix(self.cached("narrow", "", self.narrow_layout)).round_(wide)
+        round_(values.prefix(self.cached("narrow", "", self.narrow_layout)), wide)
 
 
 @dataclass(frozen=True)
@@ -118,19 +146,19 @@ class WideMerge(Wrapped):
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Let the wrapped merge write the client's values in wide tensors, then round them."""
-        wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
+        wide, wide_bundles = widened(values), {name: widened(bundle) for name, bundle in bundles.items()}
         self.inner.personalize(self.view(state), client, spec, wide, wide_bundles)
         for target, written in ((values, wide), *((bundles[name], written) for name, written in wide_bundles.items())):
             if written is not target:
-                target.round_(written)
+                round_(target, written)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Convert the update to wide tensors and return the wrapped merge's reason to refuse it; None = it accepts the update."""
-        return self.inner.reject_reason(self.view(state), _widened(state, update), spec, staleness)
+        return self.inner.reject_reason(self.view(state), _wide_update(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass a copy of the update, in at least single precision, to the wrapped merge."""
-        self.inner.receive(self.view(state), _widened(state, update), spec, staleness)
+        self.inner.receive(self.view(state), _wide_update(state, update), spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Let the wrapped merge compute in at least single precision, then round the result into the model."""
@@ -139,10 +167,10 @@ class WideMerge(Wrapped):
         self.submodels.round_(state.values, wide.values)
 
 
-def _widened(state: GlobalState, update: Update) -> Update:
+def _wide_update(state: GlobalState, update: Update) -> Update:
     """Copy an update to wide dtypes, in memory that the next update will overwrite."""
-    bundles = {name: bundle.widen(_room(state, name, bundle)) for name, bundle in update.bundles.items()}
-    return replace(update, tensors=update.tensors.widen(_room(state, "", update.tensors)), bundles=bundles)
+    bundles = {name: widened(bundle, _room(state, name, bundle)) for name, bundle in update.bundles.items()}
+    return replace(update, tensors=widened(update.tensors, _room(state, "", update.tensors)), bundles=bundles)
 
 
 def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:

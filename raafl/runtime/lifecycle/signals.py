@@ -39,25 +39,6 @@ def ends_process() -> Iterator[None]:
         _ends_process = before
 
 
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Return a context in which SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does; for a client, which has no state to save.
-
-    An earlier handler of SIGTERM is called, too.
-    """
-    if (
-        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 class Interrupt:
     """Context in which the first SIGINT or SIGTERM only sets ``asked``, so that the run can end in order.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_zoo import MLP
-from raafl.algorithms import ca2fl, diloco, fadas, fed_buff, streaming_diloco
+from raafl.algorithms import ALGORITHMS, ca2fl, diloco, fadas, fed_buff, streaming_diloco
 from raafl.core.algorithm import Training
 from raafl.core.options import FabricOptions
 from tests.helpers.emulated_cuda import Emulated
@@ -36,8 +36,18 @@ STEPS_OF_THEIR_OWN = {
 
 @pytest.mark.parametrize("name", each_method(parts=["local"], also=["scaffold", "fed_dyn", "fed_nova"]))
 def test_a_run_with_captured_steps_gives_the_model_of_eager_ones(tmp_path, emulated_cuda: Emulated, name):
-    clip = None if name == "split_fed" else 1.0
-    algorithm, fabric = SMALLER.get(name, name), replace(CUDA, gradient_clip_val=clip)
+    compare(tmp_path, name, replace(CUDA, gradient_clip_val=None if name == "split_fed" else 1.0))
+
+
+@pytest.mark.quick_cases("hetero_fl")
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"split_fed"}))  # which has no such precision
+def test_so_it_does_in_bf16(tmp_path, emulated_cuda: Emulated, name):
+    compare(tmp_path, name, replace(CUDA, precision="bf16-mixed"))
+
+
+def compare(tmp_path, name, fabric):
+    """Run a method with eager and with captured steps."""
+    algorithm = SMALLER.get(name, name)
     plain = finish(experiment(tmp_path / "eager", algorithm, fabric=replace(fabric, capture="off"), **SHORT))
     found = finish(experiment(tmp_path / "captured", algorithm, fabric=fabric, **SHORT))
     told = found.summary["captured"]

@@ -40,7 +40,7 @@ def test_a_run_with_captured_steps_gives_the_model_of_eager_ones(tmp_path, emula
 
 
 @pytest.mark.quick_cases("hetero_fl")
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"split_fed"}))  # which has no such precision
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"split_fed"}))  # which refuses clipping
 def test_so_it_does_in_bf16(tmp_path, emulated_cuda: Emulated, name):
     compare(tmp_path, name, replace(CUDA, precision="bf16-mixed"))
 

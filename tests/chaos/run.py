@@ -31,7 +31,7 @@ _UPDATES_PER_FAULT = (
 )
 _FAULTS_PER_KILL = 1.4
 _CALM_S = 180.0  # for the run to begin
-_MOVE_S = 90.0  # for the run to move again after a fault; a busy machine takes half a minute to start a client
+_MOVE_S = 300.0  # for the run to move again after a fault; a busy machine takes minutes to start three clients
 
 
 class Injector(threading.Thread):

@@ -53,7 +53,19 @@ class Resumption:
     is_taken: Mailbox[bool] = field(default_factory=Mailbox)
 
 
-LinkStep = Away | Back | Resumption
+@dataclass(frozen=True, slots=True)
+class Unassigned:
+    """Question of a session whose connection broke while its client had no task: whether the client has one by now.
+
+    The answer comes after everything that the session has reported, such as an update whose next task is on its way.
+    """
+
+    client: int  # id of the client
+    incarnation: int  # number of times that the client has joined
+    assignment: Mailbox[int | None] = field(default_factory=Mailbox)  # for the answer: the task's id; None = no task
+
+
+LinkStep = Away | Back | Resumption | Unassigned
 
 
 class HandedOver(Exception):

@@ -19,7 +19,7 @@ from raafl.core.types import ClientInfo
 from raafl.local.context import Stopped
 from raafl.runtime.protocol import Resume
 from raafl.runtime.server import session_protocol as needs
-from raafl.runtime.server.link import Away, Back, HandedOver, Inbox, LinkStep, Resumption
+from raafl.runtime.server.link import Away, Back, HandedOver, Inbox, LinkStep, Resumption, Unassigned
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import Branch, SessionSetup, Steps, T
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
@@ -383,13 +383,19 @@ class SessionLine:
             return False
         step = Resumption(session.client, session.incarnation, message.incarnation, self.pair, position)
         self.pair.on_close = self._look_again
-        self._put(step)
-        with session.loop.patience.asking(), session.awaiting(step.is_taken):
-            # once the session stops, the run's loop may have ended
-            while step.is_taken.is_empty and not session.stopping and not self.pair.closed:
-                await session.loop.pause(math.inf, step.is_taken)
+        is_taken = await self._answer(step, step.is_taken, lambda: self.pair.closed)
         self.pair.on_close = None  # the connection may be another session's now
-        return not step.is_taken.is_empty and step.is_taken.get()
+        return bool(is_taken)
+
+    async def _answer(self, step: LinkStep, mailbox: Mailbox[T], is_over: Callable[[], bool]) -> T | None:
+        """Ask the run's loop and return its answer; None if the session ends first, or ``is_over``."""
+        session = self._session
+        self._put(step)
+        with session.loop.patience.asking(), session.awaiting(mailbox):
+            # once the session stops, the run's loop may have ended
+            while mailbox.is_empty and not session.stopping and not is_over():
+                await session.loop.pause(math.inf, mailbox)
+        return None if mailbox.is_empty else mailbox.get()
 
     def offer(self, pair: TcpConnection, position: Position) -> bool:
         """Offer the client's next connection to the session; return whether it continues on it. Callable from any thread.
@@ -460,6 +466,8 @@ class SessionLine:
         session, out, since = self._session, self._session.protocol.out, time.monotonic()
         number = None if out is None else out.id
         if number is None and self._next.is_empty:
+            number = await self._assigned()
+        if number is None and self._next.is_empty:
             raise error
         if number is not None:
             self._put(Away(session.client, session.incarnation, number, str(error), self._left_s))
@@ -479,6 +487,11 @@ class SessionLine:
                 self._charge(until_s - clock.now, here, theirs)
                 return pair, theirs
         raise error
+
+    async def _assigned(self) -> int | None:
+        """Return which task the run's loop has given to a client that had none when its connection broke; None = none."""
+        question = Unassigned(self._session.client, self._session.incarnation)
+        return await self._answer(question, question.assignment, lambda: self._is_closed)
 
     async def _following(self, until_s: float) -> tuple[TcpConnection, Position] | None:
         """Return the client's next connection, with what the client has; None if it does not come, or nobody waits for it.

@@ -29,7 +29,7 @@ from raafl.runtime.driver import Driver
 from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.protocol import PAUSED
-from raafl.runtime.server.link import Away, Back, ForExtension, Inbox, Item, Resumption
+from raafl.runtime.server.link import Away, Back, ForExtension, Inbox, Item, Resumption, Unassigned
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom
@@ -517,6 +517,10 @@ class LinkTracker:
         """Process an item of the inbox if it is about a broken or resumed connection, and return None; return any other item."""
         if isinstance(item, Resumption):
             item.is_taken.put(self._offer(item))
+        elif isinstance(item, Unassigned):
+            client = self._roster.find(item.client)
+            is_current = client is not None and client.incarnation == item.incarnation
+            item.assignment.put(self._roster.busy.get(item.client) if is_current else None)
         elif isinstance(item, Away | Back):
             client = self._roster.find(item.client)
             # otherwise another session has replaced this one

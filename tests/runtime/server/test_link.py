@@ -208,6 +208,24 @@ def test_who_waits_for_a_client_hears_at_once_that_it_is_not_wanted(door, ends):
     assert not session.is_alive() and time.monotonic() - since < WAIT_S / 2  # of ``resume_s``
 
 
+def test_a_task_that_was_given_before_the_break_was_known_waits_for_its_client(door):
+    """The run's loop is behind: it takes an update and assigns the next task after the connection has broken."""
+    pair = door.begin()
+    pair.send(update(door))
+    pair.close()
+    assert isinstance(door.event(), Arrived)
+    door.roster.busy[4] = 2
+    door.sessions[0].assign(task(2), door.state.values.clone())
+    door.turn()  # the session asks whether there is a task
+    door.turn()
+    assert door.rows[0]["event"] == "away" and door.rows[0]["assignment"] == 2
+    pair = door.resume()
+    door.turn()
+    assert hear(pair).meta == {"received": 1, "chunks": 0}
+    sent = hear(pair, FlatTensors.empty(door.state.submodels.layout()))
+    assert (sent.kind, sent.assignment) == (Kind.ASSIGN, 2)
+
+
 def test_without_a_task_a_client_is_lost_at_once(door):
     pair = door.call()
     door.hello(pair)

@@ -10,7 +10,7 @@ from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.protocol import Answer, Failed, Question, Resume
-from raafl.runtime.server.link import Resumption
+from raafl.runtime.server.link import Resumption, Unassigned
 from raafl.runtime.server.session_protocol import Terms
 from raafl.sites.secure_messages import KEY_BYTES, Claim, layout_of, to_tensors
 from raafl.sites.secure_server import MaskedSession, Reply, SecureStep
@@ -117,13 +117,15 @@ class Bent(Table):
             self.count(event, seen)
 
     def count(self, event, seen):
-        assert isinstance(event, Joined | Arrived | Lost | Resumption | SecureStep)
+        assert isinstance(event, Joined | Arrived | Lost | Resumption | SecureStep | Unassigned)
         if isinstance(event, SecureStep):
             assert event.phase == self.phase and event.tensors is not None
             event.replies.put(None)
             seen["step"] += 1
         elif isinstance(event, Resumption):
             event.is_taken.put(False)
+        elif isinstance(event, Unassigned):
+            event.assignment.put(None)
         elif isinstance(event, Lost):
             self.lost = event
             assert not event.reason.startswith("failed: ") or event.failure is not None, event.reason

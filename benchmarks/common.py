@@ -134,6 +134,20 @@ def forget_peak() -> int:
     return status_bytes("VmRSS")
 
 
+def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
+    """Write the rows of one part of a benchmark in place of those that a file has of it; its other rows keep their date.
+
+    Args:
+        file: an earlier measurement.
+        part: name of the part, which each of its rows has as ``part``.
+        rows: what was measured now.
+    """
+    before, now = json.loads(file.read_text(encoding="utf-8")), report([])
+    others = [{"date": before["date"], **row} for row in before["rows"] if row.get("part") != part]
+    now["rows"] = others + [{"part": part, "date": now["date"], **row} for row in rows]
+    file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+
+
 def main(
     name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None, of: Path | None = None
 ) -> None:

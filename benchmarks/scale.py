@@ -3,19 +3,22 @@
 Also 1,000 clients on CIFAR-10 (which must be there, see `RAAFL_DATA`), a CNN.
 
 Every case is a whole simulated run (coordinator, journal, clients.csv, checks of every update) in a process of its own,
-on one thread. An event is an arrival, a join, a loss or a timer. What events cost is the process's CPU time from the end
+on one thread. An event is an arrival, a join, a loss or a timer. What events cost is that thread's CPU time from the end
 of one client's training to the beginning of the next, everything that is not training, over the events that the journal
 has between the two. It is averaged over windows of 100 updates; a row holds the medians over the windows of the first
 and of the last thousand updates, and their ratio. `wall_ratio` is the same on the wall clock, which whatever else the
-machine is doing disturbs. `joined_s` is the time of all clients' arrival at time 0 with the first assignments, up to the
+machine is doing disturbs; `training_us` is the CPU time of a training, so that events can be compared over machines that
+are more or less busy. `joined_s` is the time of all clients' arrival at time 0 with the first assignments, up to the
 first training; `build_s` what went before, where data are shared out, devices dealt and checked. Memory is the process's
 peak, and its growth from the moment when the model, the data and its share for each client were there;
 `bytes_per_client` is its growth from before that until all clients have joined, without the samples themselves.
 `evaluate_s` are the CPU seconds of measuring the model once, for CIFAR-10 on its whole test set.
-In the cases of a million clients 10,000 train at a time, on devices whose speed varies with each task and drifts.
+In the cases with many clients (`many`) 10,000 of 10,000, of 100,000 and of a million train at a time, on devices whose
+speed varies with each task and drifts.
 In the cases that come and go, every client is there for three quarters of its time only, each in its own rhythm.
 
     python -m benchmarks.scale [--json] [--out FILE]
+    python -m benchmarks.scale many --out FILE        the cases with many clients alone; the file keeps its other rows
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import Row, main, status_bytes
+from benchmarks.common import Row, main, replace_rows, status_bytes
 from raafl import Experiment, fed_async, fed_buff, fed_raa
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Assignment, Update
@@ -74,8 +77,12 @@ CASES = [
     *(Case(name, cap) for name in NAMES for cap in (1000, None)),
     Case("fed_raa", 1000, come_and_go=True),
     MANY,
-    *(Case(name, 10_000, clients=1_000_000, samples=1, varies=True) for name in ("fed_buff", "fed_raa")),
     CIFAR,
+    *(
+        Case(name, 10_000, clients=num, samples=1, varies=True)
+        for name in ("fed_buff", "fed_raa")
+        for num in (10_000, 100_000, 1_000_000)
+    ),
 ]
 
 
@@ -119,9 +126,9 @@ class Stopwatch(Executor):
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Train, and read the clocks before and after."""
         self.joined_bytes = self.joined_bytes or status_bytes("VmRSS")
-        self.began.append((time.perf_counter(), time.process_time()))
+        self.began.append((time.perf_counter(), time.thread_time()))
         update = self._inner.result(assignment_id, context)
-        self.ended.append((time.perf_counter(), time.process_time()))
+        self.ended.append((time.perf_counter(), time.thread_time()))
         return update
 
     def cancel(self, assignment_id: int) -> None:
@@ -192,9 +199,9 @@ def measure(case: Case, folder: Path) -> Row:
     finally:
         run.close()
     run_s = time.perf_counter() - began
-    peak_bytes, begun = status_bytes("VmHWM"), time.process_time()
+    peak_bytes, begun = status_bytes("VmHWM"), time.thread_time()
     run.evaluator(parts.coordinator.state.values, 0)
-    evaluate_s = time.process_time() - begun
+    evaluate_s = time.thread_time() - begun
     if summary["updates_merged"] != case.updates:
         raise RuntimeError(f"{case} merged {summary['updates_merged']} updates: {summary['finished']}")
     events = events_between(folder / "run")
@@ -213,7 +220,8 @@ def measure(case: Case, folder: Path) -> Row:
         "us_per_event_last": cpu[1],
         "ratio": cpu[1] / cpu[0],
         "wall_ratio": wall[1] / wall[0],
-        "training_us": 1e6 * statistics.median(map(_length, executor.began, executor.ended)),
+        "training_us": 1e6
+        * statistics.median(end - begin for (_, begin), (_, end) in zip(executor.began, executor.ended, strict=True)),
         "build_s": build_s,
         "bytes_per_client": None if case.cifar10 else (executor.joined_bytes - first_bytes) / case.clients,
         "joined_s": executor.began[0][0] - began,
@@ -222,10 +230,6 @@ def measure(case: Case, folder: Path) -> Row:
         "beside_data_bytes": peak_bytes - before_bytes,
         "evaluate_s": evaluate_s,
     }
-
-
-def _length(begin: tuple[float, float], end: tuple[float, float]) -> float:
-    return end[0] - begin[0]
 
 
 def events_between(folder: Path) -> list[int]:
@@ -254,7 +258,7 @@ def edges_us(watch: Stopwatch, clock: int, events: list[int], edge: int, window:
     return median(0), median(len(gaps_us) - edge)
 
 
-def rows(cases: list[Case] | None = None, timeout_s: float = 600.0) -> list[Row]:
+def rows(cases: list[Case] | None = None, timeout_s: float = 1200.0) -> list[Row]:
     """Run every case in a process of its own, one after the other."""
     found = []
     for case in CASES if cases is None else cases:
@@ -268,5 +272,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["case"]:
         with tempfile.TemporaryDirectory() as scratch:
             print(json.dumps(measure(Case(**json.loads(sys.argv[2])), Path(scratch))))
+    elif sys.argv[1:3] == ["many", "--out"]:
+        replace_rows(Path(sys.argv[3]), "many", rows([case for case in CASES if case.varies]))
     else:
         main("scale", rows)

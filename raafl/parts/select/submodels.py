@@ -11,6 +11,7 @@ import numpy as np
 
 from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Warn, Work
+from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import Spec, Submodels
@@ -103,6 +104,11 @@ TABLE_4: dict[int, tuple[float, ...]] = {
 """Share of the neurons in each of M fragments, by M (Fed-RAA, Table 4)."""
 
 Choice = Literal["gre_raa", "random", "fewest_updates"]
+
+Kind = tuple[int, int, float, bool]
+"""Id of a client's profile, its training samples, its test samples, and whether steps are captured."""
+
+MAX_KINDS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,30 +264,45 @@ class OneOf(Select):
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the cached time limit, which depends on all clients, and the cached choice of submodels for this client."""
+        """Delete the cached time limit, which depends on all clients."""
         fleet.cache.pop("K", None)
-        fleet.cache.get("S", {}).pop(client.id, None)
 
     def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
         """Return the numbers, from 1, of the submodels that the client can train in its memory and the time limit; cached."""
         # K is the cost of some fragment on some client, so rounding must not exclude that one
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
-        cached: dict[int, list[int]] = fleet.cache.setdefault("S", {})
-        if client.id not in cached:
-            costs = self._costs(client, fleet)
-            cached[client.id] = [
+        kind, costs = self._kind(client, fleet)
+        cached: dict[Kind, list[int]] = fleet.cache.setdefault("S", {})
+        if kind not in cached:
+            cached[kind] = [
                 j
                 for j, spec in enumerate(self.specs(fleet), start=1)
                 if costs[j - 1] <= limit and fleet.fits(client, spec)
             ]
-        return cached[client.id]
+        return cached[kind]
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return a problem for each client that can train no submodel of the set in its memory and the time limit."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
-    def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:
-        return [fleet.cost_s(client, Work(spec, j)) for j, spec in enumerate(self.specs(fleet), start=1)]
+    def _costs(self, client: ClientInfo, fleet: SelectContext) -> tuple[float, ...]:
+        return self._kind(client, fleet)[1]
+
+    def _kind(self, client: ClientInfo, fleet: SelectContext) -> tuple[Kind, tuple[float, ...]]:
+        """Return what the costs of a client depend on, and the seconds that it needs for each submodel.
+
+        Clients with the same device and as much data share one entry: a million clients have few kinds.
+        """
+        kinds: dict[Kind, tuple[Profile, tuple[float, ...]]] = fleet.cache.setdefault("kinds", {})
+        # the profile's id, since the hash of a recorded device would read all its series
+        kind = id(client.profile), client.num_samples, fleet.tested(client), fleet.captured
+        if kind not in kinds:
+            if len(kinds) >= MAX_KINDS:
+                kinds.clear()
+                fleet.cache["S"] = {}
+            costs = tuple(fleet.cost_s(client, Work(spec, j)) for j, spec in enumerate(self.specs(fleet), start=1))
+            kinds[kind] = client.profile, costs  # with the profile, so that no other object gets its id
+        return kind, kinds[kind][1]
 
     def _problem(self, client: ClientInfo, fleet: SelectContext) -> str:
         specs, costs = self.specs(fleet), self._costs(client, fleet)

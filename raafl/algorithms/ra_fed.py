@@ -42,6 +42,7 @@ from raafl.algorithm import (
     AllReported,
     BadInput,
     ClientInfo,
+    Full,
     Local,
     Mean,
     Sample,
@@ -218,6 +219,10 @@ class Regions(Select):
     def is_controlled(self) -> bool:
         """Whether the regions of all clients are chosen together: ``trained``, ``coverage``, ``rest`` or ``hold`` is given."""
         return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
+
+    def below(self) -> Select:
+        """Return `Full`, so that clients train all regions that were sent; see `Select.below`."""
+        return Full()
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Assign to the client the regions of the model that it trains in this round."""

@@ -97,6 +97,14 @@ class Trigger(Part, ABC):
         """Whether a single client that takes a task and never answers holds up the merge until its task times out."""
         return False
 
+    def below(self, num_updates: int) -> Trigger:
+        """Return the trigger that ends a merge of the clients of a simulated subfederation.
+
+        Args:
+            num_updates: number of updates in such a merge: its clients, unless the config says less.
+        """
+        return self
+
     @abstractmethod
     def due(self, waiting: TriggerContext) -> bool:
         """Decide whether to merge now; called after each event while at least one update waits."""

@@ -261,6 +261,14 @@ class Select(Part, ABC):
         """Whether a client's next work depends on its last update, so that it can be chosen only after that has arrived."""
         return False
 
+    def below(self) -> Select:
+        """Return the part that selects for the clients of a simulated subfederation, to which this part's submodels are sent.
+
+        What it selects is cut to the submodel that was sent, so parts whose submodels do not lie within each other return one
+        that selects the whole model.
+        """
+        return self
+
     @abstractmethod
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Select the submodel and number of steps for an idle client; raises `BadInput` if no submodel fits it."""

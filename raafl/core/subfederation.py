@@ -375,13 +375,16 @@ def algorithm_below(algorithm: Algorithm, num_clients: int, buffer_size: int | N
         buffer_size: number of updates in a merge of a method with a buffer; None = one of each client.
     """
     plain = {"server_lr": 1.0, "lr": 1.0, "alpha": 1.0, "beta": 0.0}
-    merge, trigger = algorithm.merge, algorithm.trigger
+    merge = algorithm.merge
     names = {field.name for field in fields(cast(Any, merge))} if is_dataclass(merge) else set[str]()
     merge = replace(cast(Any, merge), **{name: value for name, value in plain.items() if name in names})
-    if hasattr(trigger, "size"):
-        constant = {"at_work": None} if hasattr(trigger, "at_work") else {}
-        trigger = replace(cast(Any, trigger), size=buffer_size or num_clients, **constant)
-    return replace(algorithm, sample=Sample(), trigger=trigger, merge=merge)
+    return replace(
+        algorithm,
+        sample=Sample(),
+        select=algorithm.select.below(),
+        trigger=algorithm.trigger.below(buffer_size or num_clients),
+        merge=merge,
+    )
 
 
 def problem_below(algorithm: Algorithm) -> str | None:

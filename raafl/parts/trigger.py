@@ -27,6 +27,10 @@ class EachArrival(Trigger):
         """Return True, since a waiting update is merged at once."""
         return True
 
+    def below(self, num_updates: int) -> Trigger:
+        """Return a buffer, since the mean of several clients goes to the run above; see `Trigger.below`."""
+        return Buffered(num_updates)
+
     def needed(self, num_more: int, num_waiting: int) -> int:
         """Return the number of updates that must still arrive so that ``num_more`` further ones are merged.
 
@@ -77,6 +81,10 @@ class Buffered(Trigger):
             raise BadInput(
                 f"clients_at_work is {self.at_work}: give the mean number of clients at work, above 1, or null"
             )
+
+    def below(self, num_updates: int) -> Trigger:
+        """Return a buffer of another size, which does not change; see `Trigger.below`."""
+        return replace(self, size=num_updates, at_work=None)
 
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether as many updates wait for a merge as the buffer holds."""

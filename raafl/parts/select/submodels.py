@@ -224,6 +224,10 @@ class OneOf(Select):
             j = fleet.rng.choice([i for i in allowed if counts.get(i, 0) == fewest])
         return Work(self.specs(fleet)[j - 1], region=j)
 
+    def below(self) -> Select:
+        """Return `Full`, so that clients train all of the one submodel that was sent; see `Select.below`."""
+        return Full()
+
     def specs(self, fleet: SelectContext) -> tuple[Spec, ...]:
         """Return all submodels of the set, in the order of their numbers j = 1, 2, ...; cached."""
         if "specs" not in fleet.cache:

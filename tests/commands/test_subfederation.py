@@ -24,6 +24,7 @@ from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.runtime.client.worker import TaskRefused
 from raafl.runtime.replay import replay
 from raafl.submodel import FULL
+from tests.helpers.certificates import CertifiedSites
 from tests.helpers.forked_command import command, wait_for
 from tests.helpers.levels import Level
 from tests.helpers.refusals import refuses
@@ -56,6 +57,24 @@ def address():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def sites_of(folder, **clients):
+    """Return the options of the server of a federation with certificates of its own, and those of each of its sites.
+
+    A site's options name a policy, too, which allows what `config` asks for.
+    """
+    made, found = CertifiedSites(folder, folder.name), {}
+    (folder / "sites.yaml").write_text("".join(f"{name}: {{clients: [{n}]}}\n" for name, n in clients.items()))
+    for name in clients:
+        files, policy = made.site(name), folder / f"{name} policy.yaml"
+        policy.write_text("models: [MLP]\ndata: [Digits]\nalgorithms: [fed_avg]\nmin_samples: 20\n")
+        found[name] = (*certificates(files), "--policy", str(policy))
+    return ("--certs", str(folder)), found
+
+
+def certificates(files):
+    return ("--tls_ca", str(files.ca), "--tls_cert", str(files.cert), "--tls_key", str(files.key))
 
 
 def rows(folder, kind):
@@ -207,3 +226,56 @@ def test_a_level_has_secure_aggregation_or_privacy_of_its_own(tmp_path, more):
         assert [process.end() for process in started] == [0, 0]
     assert [replay(folder)["equal"] for folder in folders] == [True, True]
     assert [row["contributions"][0][1] for row in rows(folders[0], "arrived")] == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.long("test_a_task_of_the_server_above_is_answered_by_the_merge_that_ends_it")
+def test_each_level_has_certificates_and_policies_of_its_own(tmp_path):
+    """One region of two clients, killed and resumed, beside a client of the server above, all over TLS."""
+    top, own = address(), address()
+    serve_above, above = sites_of(tmp_path / "above", region=1, north=2)
+    serve_below, below = sites_of(tmp_path / "below", east=1, west=2)
+    guard = {"max_below": 8, "max_weight": None}
+    highest = config(tmp_path / "top.yaml", guard=guard, clients=2, max_updates=40, devices=[SLOW])
+    lower = config(tmp_path / "region.yaml", clients=2)
+    folders = tmp_path / "top", tmp_path / "region"
+
+    with ExitStack() as stack:
+
+        def start(name, *argv):
+            return stack.enter_context(command(tmp_path / f"{name} output", *argv, XDG_STATE_HOME=str(tmp_path)))
+
+        def region(name, *more):
+            return start(
+                name,
+                *("join", "--address", top, "--client", "1", *above["region"], "--subfederation", lower, *more),
+                *("--below_address", own, "--below_certs", serve_below[1], "--below_min_clients", "2"),
+            )
+
+        def join(name, client, where, options):
+            return start(name, "join", "--address", where, "--client", str(client), *options, "--receipts", "false")
+
+        output = ("--output", str(folders[0]))
+        server = start(
+            "top", "serve", "--config", highest, "--address", top, "--min_clients", "2", *serve_above, *output
+        )
+        first = region("region", "--output", str(folders[1]))
+        join("north", 2, top, above["north"])
+        strangers = [
+            join("north below", 1, own, above["north"]),  # certified by the authority of the other level
+            join("west as east", 1, own, below["west"]),  # a site that may be another client
+        ]
+        assert [one.end() for one in strangers] == [1, 1], [one.err for one in strangers]
+        for name, client in (("east", 1), ("west", 2)):
+            join(name, client, own, below[name])
+        wait_for(
+            lambda: (folders[1] / "events.jsonl").is_file() and len(rows(folders[1], "received")) > 3, "a fourth task"
+        )
+        first.send(signal.SIGKILL)
+        first.process.join()
+        again = region("region again", "--resume", str(folders[1]))
+        assert [process.end() for process in (server, again)] == [0, 0]
+    assert [replay(folder)["equal"] for folder in folders] == [True, True]
+    answered = [row for row in rows(folders[0], "arrived") if "contributions" in row]
+    assert len(answered) > 3 and all(row["contributions"][0][1] == 2 for row in answered)
+    heads = {json.loads(line)["chain"] for line in (folders[1] / "events.jsonl").read_text().splitlines()}
+    assert {row["journal"] for row in answered} <= heads

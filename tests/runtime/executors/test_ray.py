@@ -77,7 +77,9 @@ def test_killed_workers_are_replaced_to_the_digest_of_one_process_and_errors_are
         assert started.end(deadline_s=360) == 0, started.err  # on a busy machine Ray alone takes a minute to start
         # Ray writes on standard output, too
         devices, alone, ray, killed, *errors = [line[1:] for line in started.out.splitlines() if line.startswith("=")]
-    assert devices == "3"  # without RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO Ray hides all GPUs from a task that asks for none
+    assert (
+        devices == "3"
+    )  # without RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO Ray hides all GPUs from a task that asks for none
     assert ray == alone and killed == "True"
     assert "ZeroDivisionError: in the user's code" in errors[0]
     assert "asks for 1 CPUs and 1 GPUs for each worker, but the cluster has 2 CPUs and 0 GPUs" in errors[-1]

@@ -7,7 +7,8 @@ the task, whose times it shows (`; task: mnist-mlp`). For the result of a benchm
 
 - `columns: model, flops:.2f as FLOPs`: keys of a row, with a format and a title where wanted;
 - `across: rate of ratio:.2f`: a column for each value of one key, filled with another key; rows with equal columns are one;
-- `where: part=comparison, rate=0.5`: rows with these values alone.
+- `where: part=comparison, rate=0.5`: rows with these values alone;
+- `alike: one row`: rows that differ in their first column alone are one row, with all names in it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def written(result: dict[str, Any], source: str, also: str = "", up: str = "../.
     lines += [*map(_wrapped, warnings(result)), *_since(result)] if has_targets or "best" in also else []
     missing = ""
     if result.get("not_run"):
-        missing = f"Not run (`raafl compare {_file_of(result['name'])}` runs them): {'; '.join(result['not_run'])}."
+        missing = _wrapped(
+            f"Not run (`raafl compare {_file_of(result['name'])}` runs them): {'; '.join(result['not_run'])}."
+        )
     return "\n\n".join(filter(None, ["\n".join(lines), markdown(_chosen_cells(result, also)), missing]))
 
 
@@ -101,7 +104,7 @@ def _measured(file: str, result: dict[str, Any]) -> str:
     made = f"{machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
     rules = recorded_revision(result)
     made += "" if rules == CURRENT else f", `rules: {rules}`{_moved(result['name'], rules)}"
-    return f"`raafl compare {file}`, {result['date'][:10]} ({made})."
+    return _wrapped(f"`raafl compare {file}`, {result['date'][:10]} ({made}).")
 
 
 def _moved(name: str, rules: int) -> str:
@@ -211,6 +214,11 @@ def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
         lines = [[*first, *(cells.get(value, "") for value in values)] for first, cells in table.items()]
     else:
         lines = [[_shown(row, column) for column in columns] for row in rows]
+    if "alike" in parts:
+        names: dict[tuple[str, ...], list[str]] = {}
+        for first, *others in lines:
+            names.setdefault(tuple(others), []).append(first)
+        lines = [[", ".join(firsts), *others] for others, firsts in names.items()]
     machine = ", ".join(result["hardware"].get("gpus", [])) or result["hardware"]["cpu"]
     return f"Measured {result['date'][:10]} on {machine}.\n\n{markdown([head, *lines])}"
 

@@ -1,4 +1,4 @@
-"""Public names do not come or go by accident: docs/stability.md promises those of a committed list."""
+"""Public names do not come or go by accident: docs/command-line.md promises those of a committed list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIST = ROOT / "tests" / "public_names.txt"
 
 
 def public_names() -> list[str]:
-    """Name what docs/stability.md calls public in Python."""
+    """Name what docs/command-line.md calls public in Python."""
     classes = {"Federation": raafl.Federation, "Result": raafl.Result, "Callback": raafl.Callback}
     names = [f"raafl.{name}" for name in raafl.__all__]
     names += [f"raafl.algorithm.{name}" for name in raafl.algorithm.__all__]

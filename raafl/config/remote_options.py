@@ -19,7 +19,7 @@ Options of serve itself:
   --tls_ca FILE, --tls_cert FILE, --tls_key FILE   certificates of one's own instead
   --sites FILE          which site may be which client (default: sites.yaml in that folder); watched while the run goes on
   --tls_crl FILE        certificates that were taken back (default: revoked.crl in that folder, if it is there)
-  --runs FOLDER         offer a run for each config in this folder, and for those of raafl submit (docs/many-runs.md);
+  --runs FOLDER         offer a run for each config in this folder, and for those of raafl submit (docs/serve-and-join.md);
                         further options of serve, and --trust_config, are then of every run
   --operators SITE,...  with --runs: sites that may submit, show, stop and resume runs (default: operator)
   --max_runs N          with --runs: how many run at once (default: all)"""

@@ -88,6 +88,8 @@ def test_a_benchmarks_table_has_the_rows_and_columns_that_it_is_asked_for():
     assert text.endswith(
         "| name | n | 0.5 | 0.25 |\n| --- | --- | --- | --- |\n| A | 7 | 1.0 | 2.0 |\n| B | 12345 |  |  |"
     )
+    text = chosen(result, {"columns": "model, n, part", "alike": "one row", "where": "part=x"})
+    assert text.endswith("| model | n | part |\n| --- | --- | --- |\n| A, A | 7 | x |\n| B | 12345 | x |")
 
 
 def test_markdown_escapes_bars():

@@ -170,7 +170,7 @@ def sweep(
     """Search the settings of one config and run the best, as `raafl sweep` does; called again after a kill, it continues.
 
     Args:
-        spec: file of a sweep, or its fields: config, fields, trials and what docs/sweep.md lists.
+        spec: file of a sweep, or its fields: config, fields, trials and what docs/compare.md lists.
         output: folder of the sweep; None = sweeps/NAME.
         jobs: number of runs at a time, each in a process of its own.
         draws: whether to write index.html and curves.svg, which need plotly and matplotlib.

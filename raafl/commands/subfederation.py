@@ -28,9 +28,10 @@ from raafl.errors import BadInput, RunFailed, cause
 from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.join import join
-from raafl.runtime.client.setup import ClientSetup, client_parts
+from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import TaskRefused
 from raafl.runtime.server.link import Inbox
+from raafl.runtime.setup import client_parts
 from raafl.submodel import FlatTensors
 
 if TYPE_CHECKING:

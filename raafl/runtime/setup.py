@@ -26,7 +26,7 @@ from raafl.local.numerics import set_numerics
 from raafl.local.prepare import call_own_train, prepare, start_observers
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
-from raafl.rng import seeded
+from raafl.rng import generators, same_generators, seeded
 from raafl.rules import Rules
 from raafl.submodel import Submodels, skeleton
 
@@ -86,10 +86,10 @@ def make_model(experiment: Experiment) -> LightningModule:
     seed = derive_seed(experiment.seed, "model")
     seeded(seed)
     torch.manual_seed(seed)  # also seeds GPUs
-    return prepared_model(experiment)
+    return _prepared(experiment)
 
 
-def prepared_model(experiment: Experiment) -> LightningModule:
+def _prepared(experiment: Experiment) -> LightningModule:
     """Build the user's model in the form in which the algorithm trains it; raise `BadInput` for errors of its code."""
     try:
         module = user_model(experiment)
@@ -152,7 +152,7 @@ def proven_submodels(
     return submodels
 
 
-def start_buffers(
+def _start_buffers(
     experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
 ) -> None:
     """Initialise buffers that get size or values in a first step, such as ranges of quantisation observers."""
@@ -170,10 +170,10 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
     def plain() -> LightningModule:
         with skeleton():
             module = user_model(experiment)
-        start_buffers(experiment, module, data, user_model)
+        _start_buffers(experiment, module, data, user_model)
         return module
 
-    start_buffers(experiment, module, data, make_model)
+    _start_buffers(experiment, module, data, make_model)
     own = None if experiment.algorithm.local.traits.proven_as_trained else plain
     return proven_submodels(
         experiment.submodels,
@@ -418,6 +418,26 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
     return trainer
 
 
+def client_parts(
+    experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
+) -> tuple[Submodels, LocalTrainer]:
+    """Build the parts of the model that a client's own process needs: its structure and the values of frozen parameters."""
+    drawn = generators()
+    with skeleton():
+        module = _prepared(experiment)
+    from raafl.submodel.module_state import has_values_beside
+
+    if not same_generators(drawn, generators()) and has_values_beside(module):
+        # a skeleton draws other random numbers than the server's model, and so has other values beside the parameters
+        module = make_model(experiment)
+    _start_buffers(experiment, module, data, make_model)
+    submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
+    if submodels.frozen:
+        # a process for one client loads only the variant of the frozen base that its tasks need
+        submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
+    return submodels, make_trainer(experiment, submodels, options, max_built)
+
+
 MAX_BUILT = 16
 """Largest number of small modules that a process which trains for many clients keeps built."""
 
@@ -439,7 +459,7 @@ def make_executor(
     if parts.experiment.engine.name == "ray":
         from raafl.runtime.executors.ray_engine import RayExecutor
 
-        return RayExecutor(parts.experiment, trainer)
+        return RayExecutor(parts.experiment, trainer, build_worker)
     inner = within_process(parts.experiment, trainer, data_of)
     if workers > 1:
         from raafl.local.evaluate import Evaluator
@@ -453,6 +473,14 @@ def make_executor(
     from raafl.runtime.executors.ranks import RankExecutor
 
     return RankExecutor(trainer, inner)
+
+
+def build_worker(experiment: Experiment) -> tuple[LocalTrainer, Executor]:
+    """Build what a process of a Ray cluster needs to train any client's tasks of a simulation."""
+    set_numerics(experiment.threads, experiment.fabric)
+    data = load_data(experiment)
+    _, trainer = client_parts(experiment, data, experiment.fabric, min(MAX_BUILT, 2 * experiment.clients))
+    return trainer, within_process(experiment, trainer, data.client)
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:

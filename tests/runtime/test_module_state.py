@@ -14,8 +14,7 @@ import raafl
 from model_zoo import MLP
 from raafl.data import Iid
 from raafl.errors import BadInput
-from raafl.runtime.client.setup import client_parts
-from raafl.runtime.setup import load_data, make_model
+from raafl.runtime.setup import client_parts, load_data, make_model
 from tests.helpers.small_runs import experiment
 
 

@@ -15,7 +15,6 @@ import torch
 from raafl.config.experiment import Experiment
 from raafl.config.shared import sections
 from raafl.core.algorithm import SelectContext
-from raafl.core.options import FabricOptions
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.data.federated import ClientData, FederatedData
@@ -27,23 +26,18 @@ from raafl.local import malloc
 from raafl.local.client_group import ClientProcesses, num_processes, room_bytes
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
-from raafl.rng import generators, same_generators
 from raafl.rules import Rules
 from raafl.runtime.client.worker import Client, ClientExtension, Gate
 from raafl.runtime.extensions import extension, named_by_config
 from raafl.runtime.setup import (
     batch_size_of,
     client_infos,
+    client_parts,
     compression_plan,
     load_data,
-    make_model,
-    make_trainer,
     own_tests,
-    prepared_model,
-    start_buffers,
-    submodels_of,
 )
-from raafl.submodel import FULL, FlatTensors, Submodels, skeleton
+from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.transport import Connection
 from raafl.units import size
 
@@ -250,23 +244,3 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
         problems = algorithm.select.check(fleet)
     if problems:
         raise BadInput("\n".join(problems))
-
-
-def client_parts(
-    experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
-) -> tuple[Submodels, LocalTrainer]:
-    """Build the parts of the model that a client's own process needs: its structure and the values of frozen parameters."""
-    drawn = generators()
-    with skeleton():
-        module = prepared_model(experiment)
-    from raafl.submodel.module_state import has_values_beside
-
-    if not same_generators(drawn, generators()) and has_values_beside(module):
-        # a skeleton draws other random numbers than the server's model, and so has other values beside the parameters
-        module = make_model(experiment)
-    start_buffers(experiment, module, data, make_model)
-    submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
-    if submodels.frozen:
-        # a process for one client loads only the variant of the frozen base that its tasks need
-        submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
-    return submodels, make_trainer(experiment, submodels, options, max_built)

@@ -11,7 +11,7 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,6 @@ from raafl.core.saving import assignment_to_json
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, GpuLost, RunFailed, TaskFailed, installing
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor
 from raafl.runtime.executors.rank_worker import answer_of, failure_of, update_of
@@ -42,11 +41,14 @@ except ImportError as error:
 _LOOK_S = 2.0  # seconds between two looks at the cluster's size, which may change
 _PER_SLOT = 2  # number of tasks given to Ray for each worker, so that none waits for its next task
 
+Build = Callable[[Experiment], tuple[LocalTrainer, Executor]]
+
 
 @dataclass(frozen=True)
 class _Setup:
     """Objects from which a worker builds its trainer."""
 
+    build: Build
     experiment: Experiment
     identity: Mapping[str, Any]
     welcome: Mapping[str, Any]
@@ -65,8 +67,10 @@ class _Task:
 class RayExecutor(Executor):
     """Executor that gives tasks to Ray in the order in which they are needed, a few more than the cluster trains at a time."""
 
-    def __init__(self, experiment: Experiment, trainer: LocalTrainer) -> None:
+    def __init__(self, experiment: Experiment, trainer: LocalTrainer, build: Build) -> None:
         """Connect to the Ray cluster of ``experiment.engine``, or start one on this machine.
+
+        `build`: function by which a worker builds its trainer, and the executor that trains there.
 
         Raises:
             BadInput: the cluster cannot be reached, or has no room for a worker.
@@ -86,7 +90,7 @@ class RayExecutor(Executor):
         submodels = trainer.submodels
         welcome = Welcome(tuple(sorted(submodels.refuted))).to_meta()
         try:
-            setup = _Setup(experiment, Identity.of(submodels).to_meta(), welcome)
+            setup = _Setup(build, experiment, Identity.of(submodels).to_meta(), welcome)
             self._setup = [ray.put(setup)]  # in a list, so that a task gets the reference and not the value
             if not self._num_slots():
                 raise BadInput(
@@ -260,7 +264,7 @@ def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> 
 def _built(setup_ref: Any) -> tuple[LocalTrainer, Executor]:
     """Build the run's trainer in this worker; raises `BadInput` if its model or raafl's version is not that of the run."""
     setup: _Setup = ray.get(setup_ref)
-    trainer, inner = _build_worker(setup.experiment)
+    trainer, inner = setup.build(setup.experiment)
     theirs = Identity.from_meta(setup.identity)
     if (different := agree(Identity.of(trainer.submodels), theirs, same_package=True)) is not None:
         raise BadInput(
@@ -280,14 +284,3 @@ def _fill_from(tensors: FlatTensors, arrays: list[np.ndarray]) -> None:
     for buffer, array in zip(tensors.buffers.values(), arrays, strict=True):
         # copy, since Ray's arrays are read-only, and tensors cannot be
         buffer.view(torch.uint8).copy_(torch.from_numpy(np.array(array)))
-
-
-def _build_worker(experiment: Experiment) -> tuple[LocalTrainer, Executor]:
-    """Build what a process of the cluster needs to train any client's tasks of a simulation."""
-    from raafl.runtime.client.setup import client_parts
-    from raafl.runtime.setup import MAX_BUILT, load_data, within_process
-
-    set_numerics(experiment.threads, experiment.fabric)
-    data = load_data(experiment)
-    _, trainer = client_parts(experiment, data, experiment.fabric, min(MAX_BUILT, 2 * experiment.clients))
-    return trainer, within_process(experiment, trainer, data.client)

@@ -15,8 +15,8 @@ from raafl.devices.measure import MemoryRoom
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
 from raafl.runtime.client import setup
-from raafl.runtime.client.setup import ClientSetup, client_parts
-from raafl.runtime.setup import client_infos, load_data
+from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
 from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, unequal

@@ -19,8 +19,7 @@ from raafl.core.algorithm import Select
 from raafl.core.types import Work
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoint_reader
-from raafl.runtime.client.setup import client_parts
-from raafl.runtime.setup import build, user_model
+from raafl.runtime.setup import build, client_parts, user_model
 from raafl.submodel import add_exits, depth_window
 from tests.helpers.lora_models import BERT, Tokens
 from tests.helpers.small_runs import experiment, finish

@@ -164,30 +164,33 @@ def reasons(found: Sequence[Decided]) -> str:
             by_reason.setdefault(one.claim["why"], []).append(one.claim["says"])
     parts = []
     for name, says in by_reason.items():
-        figures = {key: _by_merges(figure) for key, figure in known[name].get("figures", {}).items()}
+        figures = {key: _compared_rows(figure) for key, figure in known[name].get("figures", {}).items()}
         parts.append(f"**{'; '.join(says)}.**\n{known[name]['text'].strip().format(**figures)}")
     return "\n\n".join(["### Why some come out the other way", *parts]) if parts else ""
 
 
-def _by_merges(figure: Mapping[str, Any]) -> str:
-    """Compare rows A and B by merges: the ratio of their merges to a target, or the difference of A's and B's metric after some.
+def _compared_rows(figure: Mapping[str, Any]) -> str:
+    """Compare rows A and B: by merges, or `seconds`, to a target, or by their metrics after some merges or at the end.
 
-    Only for results in which each merge was evaluated.
+    Merges are counted only in results in which each was evaluated.
     """
     result = json.loads((RESULTS / f"{figure['result']}.json").read_text(encoding="utf-8"))
     rows = {row["row"]: row["runs"] for row in result["rows"]}
     values: list[dict[int, float]] = []
     for label in figure["rows"]:
+        if figure.get("seconds"):
+            values.append({run["seed"]: math.log(run["time_to"][str(figure["target"])]) for run in rows[label]})
+            continue
         curves = {run["seed"]: [value for _, value in run["curve"]] for run in rows[label]}
-        if "after" in figure:
-            values.append({seed: curve[figure["after"]] for seed, curve in curves.items()})
-        else:
+        if "target" in figure:
             firsts = {
                 seed: next(i for i, value in enumerate(curve) if value >= figure["target"])
                 for seed, curve in curves.items()
             }
             values.append({seed: math.log(first) for seed, first in firsts.items()})
-    kind = "higher" if "after" in figure else "sooner"
+        else:
+            values.append({seed: curve[figure.get("after", -1)] for seed, curve in curves.items()})
+    kind = "sooner" if "target" in figure else "higher"
     return shown(Decided({kind: figure["rows"]}, "", paired(*values)))
 
 

@@ -71,9 +71,9 @@ def test_merges_are_counted_in_place_of_seconds(tmp_path, monkeypatch):
         json.dumps({"rows": [{"row": label, "runs": some} for label, some in runs.items()]})
     )
     monkeypatch.setattr(module, "RESULTS", tmp_path)
-    ratio = module._by_merges({"result": "r", "rows": ["A", "B"], "target": 0.9})
+    ratio = module._compared_rows({"result": "r", "rows": ["A", "B"], "target": 0.9})
     assert ratio == "2.00 x (2.00 to 2.00)"
-    gap = module._by_merges({"result": "r", "rows": ["A", "B"], "after": 1})
+    gap = module._compared_rows({"result": "r", "rows": ["A", "B"], "after": 1})
     assert gap == "-30.00 ± 0.00 points"
 
 

@@ -154,7 +154,8 @@ class _Layer:
         """Return the quantised input and the quantised weight of a forward pass."""
         if self.sees_first:  # not only in training mode: the flag is set for one step of a task
             self.sees_first = False
-            for kind, values in (("input", x), ("weight", self.weight)):  # a weight may start at 0, as LoRA's B does
+            # a weight that started at 0, as LoRA's B does, had given a step of 0
+            for kind, values in (("input", x), ("weight", self.weight)):
                 if bool((getattr(self, f"{kind}_step") == 0).all()):
                     self.set_steps(kind, values.detach())
         # inputs without negative values, such as outputs of a ReLU, use all levels for positive ones; weights are

@@ -72,7 +72,7 @@ class _End:
     def __init__(
         self, plan: CompressionPlan, scratch: Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
-        """Store the plan, and ``kept``, the store with the client's copy and residual; None = start without any."""
+        """Keep the plan; ``kept`` has the client's copy of the model and its residual from earlier; None = begin without."""
         self._plan, self._scratch = plan, scratch or Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None

@@ -129,7 +129,7 @@ def options_below(own: Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _check_below(own: Namespace) -> None:
-    """Raise `BadInput` for `join` options about clients of a subfederation that lack or contradict `--subfederation`."""
+    """Raise `BadInput` if options of `join` about a subfederation's clients lack `--subfederation` or contradict it."""
     if own.subfederation is None:
         defaults = {"address": "127.0.0.1:0", "min_clients": None, "certs": None, "sites": None}
         given = [name for name, default in defaults.items() if getattr(own, f"below_{name}") != default]

@@ -135,7 +135,7 @@ class Local(Part):
         at_least("prox", self.prox, 0)
 
     def __init_subclass__(cls, **more: object) -> None:
-        """Check a new subclass: raise TypeError if it sets a trait as a class attribute, or has bundles and an exchange."""
+        """Check a new subclass; raise TypeError if it sets a trait as a class attribute, or has both bundles and an exchange."""
         super().__init_subclass__(**more)
         if stray := vars(cls).keys() & {one.name for one in fields(Traits)}:
             raise TypeError(f"{cls.__name__} sets {', '.join(sorted(stray))}: return it in the property traits")

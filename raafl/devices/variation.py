@@ -126,7 +126,7 @@ class _Rate:
         return factor, until
 
     def _drifted(self, step: int) -> float:
-        """Compute the drift's factor in one step, from two random draws; the weights cos and sin keep its variance constant."""
+        """Mix the two random draws around a step to the drift's factor; weights cos and sin keep its variance constant."""
         number, part = divmod(step, STEPS)
         angle = math.pi / 2 * part / STEPS
         normal = math.cos(angle) * _normal(self.draw, "drift", number)

@@ -60,7 +60,7 @@ def numerics_left() -> Iterator[None]:
     threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
     flags: list[tuple[Any, str, bool]] = []
     for owner, name in _FLAGS:
-        with suppress(RuntimeError):  # raised for the reason given in `tf32`
+        with suppress(RuntimeError):  # torch refuses to read some flags, as `tf32` explains
             flags.append((owner, name, getattr(owner, name)))
     try:
         yield

@@ -91,7 +91,7 @@ class Driver(ABC):
         """Evaluate the global model, at once or later on a copy, and pass the metrics to `_measured`."""
 
     def _admit(self, event: Event, now: float) -> bool:
-        """Prepare for an event; return False if the coordinator must not get it."""
+        """Do what must precede the coordinator's handling of an event; return False if the event is dropped instead."""
         return True
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:

@@ -138,11 +138,11 @@ class TlsFiles(Credentials):
         return context
 
     def server_login(self) -> ServerLogin:
-        """Return how a server proves itself, by a certificate that is read again when it changes; raises `BadInput`."""
+        """Return the server's login: a certificate that is read again when it changes; raises `BadInput`."""
         return _ServerTls(self)
 
     def client_login(self) -> ClientLogin:
-        """Return how a client proves itself, by a certificate that is read for each connection; raises `BadInput`."""
+        """Return the client's login: a certificate that is read for each connection; raises `BadInput`."""
         return _ClientTls(self)
 
 

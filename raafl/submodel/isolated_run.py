@@ -226,7 +226,7 @@ def uncached(module: nn.Module, *, is_cold: bool = True) -> Iterator[Hidden]:
 
 
 def _restore_(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Restore a dict's entries, and keep new ones without tensors or sizes, such as registered plugins."""
+    """Restore a dict's entries; of those added since, keep the ones without tensors or sizes of the run, such as plugins."""
     new = {key: value for key, value in table.items() if key not in entries}
     if new or len(table) != len(entries) or any(table[key] is not value for key, value in entries.items()):
         table.clear()

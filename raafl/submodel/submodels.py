@@ -66,8 +66,8 @@ class Shrunk:
     """A physically smaller module and the storage of its tensors."""
 
     module: nn.Module  # module whose parameters and buffers are views of ``present``
-    # storage of all tensors of the submodel but frozen ones, which other modules share; to be filled before use, and
-    # changed by training
+    # storage of the submodel's tensors except frozen ones, which are shared with other modules; fill it before use,
+    # training changes it
     present: FlatTensors
     trained: FlatTensors  # tensors that are sent back, a view of the first part of ``present``
 

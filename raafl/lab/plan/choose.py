@@ -309,7 +309,7 @@ def trial_share(algorithm: Algorithm, *, simulated: bool) -> float:
 
 
 def _first(order: Sequence[str], trials: Trials | None) -> str:
-    """Choose a candidate by label: the best in the trials or, if there are no trials or they decide nothing, in the table."""
+    """Return the label of the best candidate in the trials; if they decide nothing, or there are none, in the table."""
     if trials is None:
         return order[0]
     return trials.order[0] if trials.decisive else next(label for label in order if label not in trials.problems)

@@ -424,7 +424,7 @@ class _Trial(Simulation):
 
 
 def _in_parts(data: FederatedData) -> tuple[Callable[..., Iterable[Sized]], list[tuple[int, int]]]:
-    """Divide the validation batches into parts; return a function that yields them, and each part's (first, end) batch."""
+    """Return a function that yields the validation batches, and their division into parts as (first, end) batch numbers."""
     sizes = [num for _, num in data.test_batches()]
     size = min(sizes[0], max(1, sum(sizes) // _PARTS))
     num = sum(1 for _ in data.test_batches(size))

@@ -298,7 +298,7 @@ class _CrossEntropy(torch.autograd.Function):
             return -(chosen * is_used).sum(1) / is_used.sum(1)
         if labels.device.type != "cpu":  # labels on a GPU are not read, so some may have to be ignored
             return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
-        # reduce to the terms of the sum, so that its bits depend on nothing but their number
+        # gather only the terms first, so that the rounding of their sum depends on nothing but how many there are
         added = logs.gather(2, labels.unsqueeze(-1)).squeeze(-1)
         return product(known, "nll", _losses_together, _loss_alone, added)
 

@@ -135,7 +135,7 @@ class Accumulator:
         self.updates.extend(shares)
 
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
-        """Return tensors of the model's size from an earlier merge, or else new ones; with ``zero`` trained elements are 0."""
+        """Return tensors of the model's size, an earlier merge's or new ones; if ``zero`` is true, trained elements are 0."""
         flat: FlatTensors | None = self.state.scratch.pop(name, None)
         if flat is None:
             return zeros_like(self.state.values)

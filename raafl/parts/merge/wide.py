@@ -60,7 +60,7 @@ class WideSubmodels(Submodels):
     """
 
     def __init__(self, own: Submodels) -> None:
-        """Share the axes of ``own``, the submodels of the run; layouts of wide dtypes have separate caches."""
+        """Create submodels of wide dtypes: they have the axes of the run's submodels ``own``, and caches of their own layouts."""
         _ = own.axes  # finds the axes now, on the model's own shapes
         self.__dict__.update(own.__dict__)
         self.own, self._caches = own, Caches()

@@ -173,7 +173,7 @@ class RegionCoverage:
         return taken
 
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
-        """Return each client's regions in ``round``, in an order in which it skips none for more than ``rest`` rounds."""
+        """Return each client's regions in ``round``; over the rounds no client goes more than ``rest`` without any one region."""
         cycle, step = divmod(round, self.period)
         # any order will do if clients may skip 2 * period - 2 rounds, from the first step of a cycle to the last of the
         # next

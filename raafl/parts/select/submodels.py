@@ -293,7 +293,7 @@ class OneOf(Select):
         return self._kind(client, fleet)[1]
 
     def _kind(self, client: ClientInfo, fleet: SelectContext) -> tuple[Kind, tuple[float, ...]]:
-        """Return what the costs of a client depend on, and the seconds that it needs for each submodel.
+        """Return the kind of a client, on which its costs depend, and the seconds that it needs for each submodel.
 
         Clients with the same device and as much data share one entry: a million clients have few kinds.
         """

@@ -150,7 +150,7 @@ class RankExecutor(Executor):
         """Remove a task; if a rank has begun it, the rank finishes it, and its result is dropped."""
         with self._changed:
             task = self._tasks.get(assignment_id)
-            if task is None:  # as in a replay, which submits only tasks whose results it will request
+            if task is None:  # never submitted: a replay submits only tasks whose results it will need
                 return
             while task.sending:  # wait, since the caller reuses the snapshot once this returns
                 self._changed.wait()

@@ -78,7 +78,7 @@ class RayExecutor(Executor):
         self._options, self._most = experiment.engine, experiment.workers
         self._payload, self._device = trainer.payload, trainer.fabric.device
         self._tasks: dict[int, _Task] = {}
-        # heap of (time needed, id), which may contain tasks that were begun or are gone
+        # heap of (time at which the result is needed, task's id); may still hold tasks that were begun or dropped
         self._waiting: list[tuple[float, int]] = []
         self._out: dict[Any, int] = {}  # by Ray's reference to the result: id of a task that Ray trains
         # by id of a snapshot: Ray's copy of it, and the number of tasks that use this

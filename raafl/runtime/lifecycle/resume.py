@@ -297,7 +297,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
         run.evaluator.revive(section.get("metrics", {}))  # "metrics" is missing in checkpoints of earlier versions
     if altered:
         run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-    # seal before a row is added: if this process is killed between, a finished run would seem to have an extra row
+    # seal first: a process killed after it added a row, but before a seal, would leave a finished run with an extra row
     run.writer.seal(run.writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
     if mended.num_missing:
         run.writer.gap(mended.num_missing)

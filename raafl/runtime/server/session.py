@@ -300,7 +300,7 @@ class Session(ABC):
 
     @abstractmethod
     async def _write(self, message: Message, wait_s: float | None = None) -> int:
-        """Send a message, and return its bytes; see `Connection.send`."""
+        """Send a message, and return its size in bytes; see `Connection.send`."""
 
     @abstractmethod
     async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:

@@ -318,7 +318,7 @@ class SessionLine:
             left_s = until - time.monotonic()
 
     async def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
-        # the deadline is for a message's first byte; the rest of one has the timeout of a piece
+        # the deadline ends with a message's first byte; each further piece has a timeout of its own
         left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
         try:
             message = await self._drive(pair.receiving(expect, left_s, finite))

@@ -84,7 +84,7 @@ class MethodTask(Protocol):
 
     # tensors that the task has received or will send, which the costs of the transfers include already
     received_and_sent: list[Tensor]
-    # bytes of the copy of the trained values that an update with further tensors sends; 0 = no copy
+    # an update with tensors beside the trained values sends a copy of these: its size in bytes; 0 = no copy
     answer_bytes: int
 
     def steps(

@@ -141,7 +141,7 @@ def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: 
 
 
 def _convolution(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
-    """Return tensors, groups and wanted gradients (none = forward) of a convolution, and whether oneDNN computes it."""
+    """Return a recorded convolution's tensors, groups, gradients that it computes (none = forward), and if oneDNN runs it."""
     masks: Sequence[bool] = ()
     if packet is _aten.convolution:
         x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
@@ -358,8 +358,8 @@ def _formulas() -> Mapping[Any, Callable[..., float]]:
 
 # Run operations on the meta device, computing each distinct form of an operation once.
 #
-# On the meta device torch computes most results in Python, which takes ten times as long as to create them; and the
-# blocks of a model are alike. So a result is cached by the operation and the form of its arguments.
+# On the meta device torch works out most results' shapes in Python, ten times slower than creating tensors of known
+# shapes. A model's blocks repeat, so results are cached by operation and form of the arguments.
 
 _MOST = 8192
 """Largest number of cached forms; then the cache is emptied."""

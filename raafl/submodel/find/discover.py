@@ -294,7 +294,7 @@ class Candidates:
         return home
 
     def _width(self, candidate: Candidate) -> list[str]:
-        """Return ``[PATH.width]`` for the outermost Hugging Face or torchvision model around the axis's layers; [] without one."""
+        """Suggest a name for the axis: the path of the Hugging Face or torchvision model around its layers, and `.width`."""
         home = _common(name.rpartition(".")[0] for name in candidate.producers)
         packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
         return [join(path, "width") for path in packages][:1]

@@ -286,7 +286,7 @@ class Labels:
         return period if not rest and sizes == sizes[:period] * outer else 0
 
     def _merge(self, a: Atom, b: Atom) -> None:
-        """Merge two labels of equal size, neither of which is a product, into one."""
+        """Merge the labels of two equally large dimensions into one; neither may be a product of several factors."""
         if a.parts and b.parts:
             self._merge_joined(a, b)
             return

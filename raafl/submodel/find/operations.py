@@ -31,7 +31,7 @@ Dims = Sequence[Dim]
 class Call:
     """One call of a torch operation with its tensors; the input of a rule, which finds dimensions that must shrink together."""
 
-    name: str  # arguments by their names in the operation's schema
+    name: str  # name of the operation
     arguments: Mapping[str, Any]  # arguments by name, as in the schema of the operation
     ins: Sequence[Tensor]  # input tensors, in their order
     outs: Sequence[Tensor]  # output tensors, in their order

@@ -17,7 +17,7 @@ _GROUP = "the channels of a group only go together"
 
 
 def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
-    """Record that a product sums over the dimensions ``one`` and ``weight``, which are one axis, and creates ``makes``."""
+    """Record a product: it sums over ``one`` and ``weight``, which are thus one axis; ``makes`` are its result's dimensions."""
     call.labels.unify(one, weight)
     one.is_read = weight.is_read = True
     call.labels.mark(weight, "read")
@@ -141,7 +141,7 @@ def _group_norm(call: Call) -> list[Dims]:
 def _batch_norm(call: Call) -> list[Dims]:
     x = call.dims("input")
     call.unify_named(x[1], "weight", "bias", "running_mean", "running_var")
-    for dim in (x[0], *x[2:]):  # samples and pixels, or for a standardised weight its inputs
+    for dim in (x[0], *x[2:]):  # of an activation: samples and pixels; of a weight that is standardised: inputs
         call.labels.span(dim, "a norm takes statistics across it")
     return call.others(x)
 

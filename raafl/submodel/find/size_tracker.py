@@ -156,7 +156,7 @@ class SizeTracker(TorchFunctionMode):
         return origin
 
     def _measured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> object:
-        """Return the result of `size` or `shape` as numbers whose origin is the tensor's dimensions."""
+        """Return the result of `size` or `shape` as numbers that remember which dimension of the tensor each is from."""
         if not self._knows(args[0]):
             return answer
         dims = self._dims_of(args[0])

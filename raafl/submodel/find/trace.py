@@ -220,8 +220,8 @@ def _attempt(
 ) -> TraceResult:
     """Trace a step, or a call, of the module: on random values or on the meta device.
 
-    `way`: "values" for random values; else the default device "meta" or "cpu" of tensors that code creates, or "blind",
-    where each condition on a tensor is false, too.
+    `way`: "values" traces random values; "meta" and "cpu" trace meta tensors, with that default device for tensors that
+    code creates; "blind" is "meta" with each condition on a tensor taken as false.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)

@@ -74,7 +74,7 @@ class ModuleState:
         self._watch()
 
     def _watch(self) -> None:
-        """Record shared objects again, which callbacks or the user's program may change between tasks."""
+        """Record what shared objects hold now, since callbacks or the user's program may change it between tasks."""
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]

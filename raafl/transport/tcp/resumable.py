@@ -186,7 +186,7 @@ class ResumableConnection(Connection):
                 self._repeat()
 
     def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
-        # the deadline is for a message's first byte; the rest of one has the timeout of a piece
+        # the deadline ends with a message's first byte; each further piece has a timeout of its own
         left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
         try:
             message = pair.recv(expect, left_s, finite=finite)

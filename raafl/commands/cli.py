@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from raafl import log
-from raafl.config.argv import name_of, options_of, resolves, values, with_paths, without
+from raafl.config.argv import LOG_FORMATS, name_of, options_of, resolves, values, with_paths, without
 from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = "json" if given == "json" else "text"
     # child processes read the log format from this environment variable
     with log.console(JsonConsole() if kind == "json" else None), _in_environment(LOG_VARIABLE, kind if asked else None):
-        if given not in ("text", "json"):
+        if given not in LOG_FORMATS:
             _complain(f"log is '{given}': give text or json", known_to_all=True)
             return 2
         return _main(without(argv, "--log"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from raafl.config import remote_options
-from raafl.config.argv import values
+from raafl.config.argv import LOG_FORMATS, values
 from raafl.errors import BadInput
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -79,7 +79,7 @@ def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raafl")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--print_completion", choices=SHELLS, help="print a completion script")
-    parser.add_argument("--log", choices=("text", "json"), help="form of the log on standard error")
+    parser.add_argument("--log", choices=LOG_FORMATS, help="form of the log on standard error")
     added = parser.add_subparsers()
     for command, text in commands.items():
         one = added.add_parser(command, help=text, description=text, add_help=False, parents=_own_parser(command))

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from raafl.errors import BadInput, nearest, one_of, parse_address
 
+LOG_FORMATS = ("text", "json")
+
 
 def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Parse the arguments of a command; ``parser`` must have ``exit_on_error=False``.

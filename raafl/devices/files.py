@@ -184,7 +184,6 @@ def load_devices(path: str | Path) -> list[Device]:
         ValueError: the file cannot be read as devices; the message lists every wrong entry.
     """
     from raafl.devices import fleets
-    from raafl.devices.files import is_list, read_list, read_rows, values
 
     known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []

@@ -383,7 +383,7 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
     return OwnTests(dict(enumerate(data.test_sizes, start=1)), experiment.partition.test_share)
 
 
-def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
+def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
     """Build the trainer for the tasks of an experiment."""
     algorithm = experiment.algorithm
     from raafl.config.problems import device_problem
@@ -435,7 +435,7 @@ def client_parts(
     if submodels.frozen:
         # a process for one client loads only the variant of the frozen base that its tasks need
         submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
-    return submodels, make_trainer(experiment, submodels, options, max_built)
+    return submodels, _make_trainer(experiment, submodels, options, max_built)
 
 
 MAX_BUILT = 16
@@ -451,7 +451,7 @@ def make_executor(
     """
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
-    trainer = make_trainer(parts.experiment, parts.submodels, options, max_built)
+    trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)
 
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)

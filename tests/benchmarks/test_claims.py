@@ -77,6 +77,26 @@ def test_merges_are_counted_in_place_of_seconds(tmp_path, monkeypatch):
     assert gap == "-30.00 ± 0.00 points"
 
 
+def test_rows_are_compared_by_seconds_and_at_the_end(tmp_path, monkeypatch):
+    """A takes 6 and 12 s to 0.9, B 3 and 6; A's last values are 0.1 above B's."""
+    times, ends = {"A": (6.0, 12.0), "B": (3.0, 6.0)}, {"A": 0.95, "B": 0.85}
+    rows = [
+        {
+            "row": label,
+            "runs": [
+                {"seed": seed, "time_to": {"0.9": time_s}, "curve": [[1.0, 0.9], [2.0, ends[label]]]}
+                for seed, time_s in enumerate(times[label])
+            ],
+        }
+        for label in times
+    ]
+    (tmp_path / "r.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    ratio = module._compared_rows({"result": "r", "rows": ["A", "B"], "target": 0.9, "seconds": True})
+    assert ratio == "2.00 x (2.00 to 2.00)"
+    assert module._compared_rows({"result": "r", "rows": ["A", "B"]}) == "+10.00 ± 0.00 points"
+
+
 @pytest.mark.parametrize(
     ("claim", "mean", "half", "p", "bounded", "verdict"),
     [

@@ -57,6 +57,7 @@ ROOMS_OF_RUNS = {
         "devices in files",
         "masked loss",
         "privacy",
+        "restored records",
         "robust merges",
         "secure aggregation",
         "sessions",
@@ -66,7 +67,7 @@ ROOMS_OF_RUNS = {
     "--logger csv": ("loggers", "other commands", "resuming"),
     "--monitor 127.0.0.1:0": ("monitoring",),
     "--batch_clients 4": ("Lightning's hooks", "batches of clients", "masked loss"),
-    "--workers 2": ("devices in files", "processes of a simulation", "sessions"),
+    "--workers 2": ("devices in files", "processes of a simulation", "restored records", "sessions"),
     "--submodels.batch_norm static": ("batch norm",),
 }
 """Options of a run, and the rooms that they enter."""

@@ -49,6 +49,7 @@ RATES = (125, 250, 500)
 LARGE = ((20, 3_333), (8, 333_333))
 """Clients and units of the model, 300 bytes each, of the phases with large updates: 1 MB and 100 MB."""
 _THINK_S = 20.0  # longest wait of a client in a paced phase, in seconds
+_GOLDEN_RATIO = 0.6180339887  # its multiples are spread evenly over the unit interval
 _SETTLED_PER_S = 500  # first answers that the server certainly takes in a second
 _AT_ONCE = 16  # number of clients that join at the same time
 _TIMEOUT_S = 120.0
@@ -107,6 +108,7 @@ class Players:
         self._incarnations: Counter[int] = Counter()
         self._tensors: Any = None
         self._think_s, self._tally = 0.0, Tally()
+        self._shifted: set[int] = set()  # clients whose first wait of a new length has begun
         self._pool = ThreadPoolExecutor(_AT_ONCE)  # threads, since a handshake waits for the server
 
     def join(self, first: int, last: int) -> None:
@@ -174,8 +176,11 @@ class Players:
     def play(self, seconds: float, think_s: float) -> Tally:
         """Answer assignments for ``seconds``, each after ``think_s``; return the counts.
 
-        An answer that is due later is sent in the next phase.
+        An answer that is due later is sent in the next phase. Where ``think_s`` is new, each client's first wait is a
+        share of it that differs from the others', so that their answers come evenly from then on.
         """
+        if think_s != self._think_s:
+            self._shifted.clear()
         self._think_s, self._tally = think_s, Tally()
         self._sent_s.clear()
         until = time.monotonic() + seconds
@@ -205,7 +210,11 @@ class Players:
                 self._incarnations[client] = message.incarnation
                 if (sent_s := self._sent_s.pop(client, None)) is not None:
                     self._tally.delays.append(now - sent_s)
-                heapq.heappush(self._due, (now + self._think_s, client, message.assignment))
+                wait_s = self._think_s
+                if client not in self._shifted:
+                    self._shifted.add(client)
+                    wait_s *= client * _GOLDEN_RATIO % 1.0
+                heapq.heappush(self._due, (now + wait_s, client, message.assignment))
             elif message.kind is Kind.STOP:
                 raise RuntimeError(f"the server let client {client} go: {message.meta}")
             if not pair._socket.pending:

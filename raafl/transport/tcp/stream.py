@@ -157,7 +157,7 @@ class SocketStream:
         """Return the number of sent bytes that the peer has not acknowledged; 0 if the system does not tell."""
         try:
             return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
-        except OSError:
+        except (OSError, ValueError):  # another thread may have closed the socket, whose descriptor is then -1
             return 0
 
     def awaiting_first(self, timeout_s: float) -> Waits[None]:

@@ -182,3 +182,9 @@ def test_a_socket_that_is_not_connected_any_more_can_be_closed():
     hang_up(one)
     hang_up(one)
     assert one.fileno() == -1
+
+
+def test_a_connection_that_another_thread_has_closed_holds_nothing_back(sockets):
+    pair = TcpConnection(sockets[0], 10.0)
+    pair.close()
+    assert not pair.has_unsent

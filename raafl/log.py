@@ -128,7 +128,7 @@ class Notices:
             sys.stderr.flush()
 
     def _say(self, text: str, show: Callable[[], None], level: int = logging.INFO) -> None:
-        """Log ``text``, which the console prints by calling ``show``."""
+        """Log ``text``; the console calls ``show``, which prints it, in place of writing the text itself."""
         _run_log.log(level, text, extra={"show": show})
 
     def abandon(self) -> None:

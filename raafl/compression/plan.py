@@ -138,7 +138,7 @@ class CompressionPlan:
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
         """Compute what compression adds: bytes sent down, bytes sent up, and bytes of a client's memory.
 
-        The first two are negative if compression saves more than the payload's bundles add.
+        The first two are negative if compression saves more bytes than the tensors sent beside the submodel add.
         """
         more, held = [], 0
         for way in WAYS:

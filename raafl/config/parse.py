@@ -109,7 +109,7 @@ def _own_options(command: str) -> str:
 
 @cache
 def _parser_mode() -> str:
-    """Register a YAML loader in which methods have short names, and return the loader's name for jsonargparse."""
+    """Register a YAML loader that accepts short names of methods (`fed_avg`) as class paths; return its name for jsonargparse."""
     import jsonargparse
     import yaml
 

@@ -94,7 +94,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
 
 
 def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
-    """Read the seals; return the valid ones with their numbers from 1, and add a finding to ``books`` for each other."""
+    """Read the file of seals; return the valid ones, numbered from 1, and add a finding to ``books`` for each invalid one."""
     path = folder / SEALS
     found = read_seals(path) if path.is_file() else []
     books.num_seals = len(found)

@@ -44,13 +44,13 @@ class Questions(ClientExtension):
     """
 
     def __init__(self, client: Client, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
-        """Create the extension of a client that sends the tasks' questions to the server.
+        """Create the extension by which a running task sends a request to the server and waits for its reply.
 
         Args:
-            client: client whose tasks ask the server questions.
+            client: client whose tasks send such requests.
             device: device on which the tensors of replies are allocated.
-            wait_s: seconds to wait for a reply before the connection is closed; None = no limit, since the server sends
-                heartbeats while other clients are slow.
+            wait_s: seconds to wait for a reply before the connection is closed; None = no limit: the server's
+                heartbeats show that it is alive, and a reply may have to wait for slow clients.
         """
         super().__init__(client)
         self._pair, self._reply_device, self._wait_s = client.pair, device, wait_s

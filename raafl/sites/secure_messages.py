@@ -84,7 +84,7 @@ class Claim:
     run: str = ""  # digest of the client's config and model
     start: str = ""  # digest of what the client received for the task; "" = not stated
     site: str = ""  # name of the client's site; "" = it has no certificate
-    max_share: float = 1.0  # largest share of an opened sum that the client's site lets one site have
+    max_share: float = 1.0  # the client's site takes part only if no site has a larger share of a sum
     proof: KeyProof = field(default_factory=KeyProof)  # signature of the client's site, with its certificate
 
     def to_meta(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
 
 
 def _share(value: object) -> float:
-    """Parse a share above 0 and up to 1; raise `Refused` for anything else."""
+    """Parse a fraction, above 0 and at most 1; raise `Refused` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise Refused("bad-json", f"max_share is {sanitize_text(value, 40)}")
     return float(value)

@@ -72,7 +72,7 @@ class _Indexed:
         return region
 
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
-        """Write ``values``, which have the submodel's shape, into the kept elements of ``region``, by one dimension at a time."""
+        """Write ``values``, which have the submodel's shape, into the kept elements of ``region``, one dimension per recursion."""
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
         if rest:

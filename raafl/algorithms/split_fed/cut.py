@@ -430,7 +430,7 @@ class Half(Submodels):
 
     def predicted_cost(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
         """Predict the cost of this half."""
-        # trace the outline now: within the trace of a step no other step can be traced
+        # trace the shapes at the cut (the outline) first, since a step cannot be traced while another one is
         self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))
         return super().predicted_cost(spec, batch_size, method)
 

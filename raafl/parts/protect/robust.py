@@ -87,7 +87,7 @@ class GuardMemory(MergeMemory):
     # by size class (group of submodels of similar size): norms of the latest accepted updates
     norms: dict[int, list[float]] = field(default_factory=dict)
     clipped: int = 0  # number of updates that were clipped
-    # assignment and norm of the update that was accepted and comes next to `take`; None = there is none
+    # assignment and norm of the accepted update that `receive` is given next; None = none was accepted
     measured: tuple[int, float] | None = None
 
 

@@ -50,7 +50,8 @@ _TRIAL_AHEAD = 0.05  # share of the remaining time that trials in a short run ma
 _FIRST_S = 0.07  # seconds that the first trial takes longer, as it also compares products and warms up
 # batches that may fail since their clients' code took different branches; then such tasks are trained one by one
 _MOST_PARTED = 3
-# times that a batch is trained again to be timed, until it contains no more trials of products or captured steps
+# times that a batch is trained again to be timed, until its time no longer has one-off work: products that are tried,
+# steps that are captured
 _MOST_SETTLING = 5
 
 _MOST_ROUNDING = 0.05

@@ -319,7 +319,7 @@ class Session(ABC):
 
     @abstractmethod
     async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
-        """Call ``function`` with another function as argument, by which it performs steps of this session."""
+        """Call ``function(perform)`` without blocking other sessions; ``perform(steps)`` sends and receives for it."""
 
     @abstractmethod
     def _branch(self, steps: Steps[Any]) -> Branch:
@@ -357,7 +357,7 @@ class ThreadSession(Session):
         # time. `_stopping` is set before the lock is tried, and checked after it is released, so exactly one of both
         # sends the stop message.
         self._sending = threading.RLock()
-        self._branch_look_s = _BRANCH_LOOK_S  # look often, since nothing wakes a branch that is no longer needed
+        self._branch_look_s = _BRANCH_LOOK_S  # look often, since nothing wakes a side thread that is no longer needed
 
     # ---- called on the run's loop ----
 

@@ -70,9 +70,9 @@ def _convolution(call: Call) -> list[Dims]:
         else:
             call.labels.pin(dim, "they are pixels")
             call.labels.pin(width, "they are pixels")
-    # Each of the ``groups`` parallel convolutions reads its own channels and makes its own. The weight has all channels
-    # of one side, (out, in / groups, ...) or of a transposed one (in, out / groups, ...), and those of a single group
-    # of the other side.
+    # Each of the ``groups`` parallel convolutions reads its own channels and makes its own. The weight's shape is
+    # (out, in / groups, ...), or (in, out / groups, ...) if the convolution is transposed: its first dimension has all
+    # channels of one side, its second those of one group of the other side.
     group = call.labels.new(groups)
     every, part = weight[0], Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1]
     if groups > 1:
@@ -380,7 +380,7 @@ def _col2im(call: Call) -> list[Dims]:
 
 @rule("as_strided")
 def _as_strided(call: Call) -> list[Dims]:
-    """Label the result of `as_strided`: dimensions of unchanged size and stride keep their label, all others are windows."""
+    """Label the result of `as_strided`: dimensions of unchanged size and stride keep their label, all others cannot be cut."""
     x, out = call.ins[0], call.outs[0]
     if x.storage_offset() != out.storage_offset():
         raise ShapeConflict

@@ -78,7 +78,7 @@ class ModuleState:
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
-        # most modules change nothing but tensors, which one comparison of all containers can tell
+        # most modules change nothing but tensors: one quick comparison of all containers then shows that no record changed
         live = [(record, record.live()) for record in (*self._restored, *self._fixed, *self._watched)]
         self._glance = Glance([collection for _, collections in live for collection in collections])
         self._unseen = {id(record) for record, collections in live if not collections}

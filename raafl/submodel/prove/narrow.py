@@ -69,7 +69,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
-    """Build the module of a submodel with parameters of 0, and its part of the buffers of ``module``."""
+    """Build the module of a submodel, whose parameters are all zero and whose buffers are cut out of those of ``module``."""
     small = submodels.shrink(spec, present=FlatTensors.zeros(submodels.layout(spec)))
     selections = submodels.selections(spec)
     for name, buffer in persistent_buffers(module).items():

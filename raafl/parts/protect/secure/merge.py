@@ -98,7 +98,7 @@ class SecureSum(Wrapped):
 
     def weights(self, group: Group) -> dict[int, float]:
         """Return each member's weight times its staleness factor, by its id; server and clients compute the same."""
-        # clients know of equal weights by `group.equal`, the server also by its `Private` merge
+        # a `Private` merge weights all updates equally; the server sees it from its merge, clients from `group.equal`
         if group.equal or isinstance(self.inner, Private):
             return dict.fromkeys(group.by_id, 1.0)
         products = {}

@@ -165,7 +165,7 @@ def _extended(path: Path, site: str, clients: list[int]) -> str | None:
 
 
 def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: list[int]) -> str:
-    """Append a line for ``site`` to the text of the server's list; raise `BadInput` if YAML would read another list from it."""
+    """Append a line for ``site`` to the server's list, a text; raise `BadInput` if the text then is not that list plus ``site``."""
     expected = {**tree, site: {"clients": clients}}
     line = f"{site}: {{clients: {clients}}}"
     # try quotes, since YAML reads names such as on or 007 as other types

@@ -146,7 +146,8 @@ class CompressionPlan:
             values = self.submodels.layout(spec, way).num_bytes
             more.append(wire.num_bytes - values)
             held += plain.num_bytes - values
-            # memory for the message, the difference, the residual or copy, its part in use, and the decoded message
+            # memory for the message, the difference that is compressed, the stored residual (up) or copy (down), the part of that
+            # for this submodel, and the decoded message
             if one is not None:
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
                 if one.feeds_back:
@@ -168,7 +169,8 @@ class CompressionPlan:
                 texts.append(f"{word} {type(one).__name__}, {wire:,} bytes in the place of {plain:,}")
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
-            # three sizes: the stored copy, its part in use, and the change since
+            # three sizes: the stored copy of what clients have, the part of it for a submodel, and the new values'
+            # difference from it
             held += 3 * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:

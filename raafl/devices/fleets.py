@@ -88,7 +88,7 @@ def _number(text: str, digits: str | None) -> float:
 def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, Any]:
     """Divide a device entry's computing speed by ``speed`` and its link speed by ``link``.
 
-    A random device is drawn first, so that its figures are divided, too.
+    If the entry asks for a random device, that is drawn first, and its figures are divided.
     """
     name = entry["name"]
     known = catalog.figures(name)

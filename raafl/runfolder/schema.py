@@ -298,8 +298,8 @@ class TableSeal:
     """Digest of the rows of a table, with their number and the columns."""
 
     lines: int  # number of lines after the header
-    columns: Sequence[str]  # columns of the header; rows may have got more since
-    sha256: str  # digest of the rows without empty last cells, which a new column adds
+    columns: Sequence[str]  # columns of the header at that time; more may have been added since
+    sha256: str  # digest of the rows without empty last cells, so that a new column does not change it
 
 
 @dataclass(frozen=True, slots=True)

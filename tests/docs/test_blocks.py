@@ -110,6 +110,10 @@ def test_the_pages_have_blocks_of_every_kind():
     assert all(len(block.reason) > 8 for block in found if block.reason), "a marker without a reason"
 
 
+def test_every_block_is_closed():
+    assert [page.name for page in PAGES if len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.M)) % 2] == []
+
+
 def test_a_block_is_found_wherever_it_stands(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(

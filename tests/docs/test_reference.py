@@ -9,6 +9,7 @@ import pytest
 from benchmarks.reference import DOCS, PAGES, described, with_settings
 from raafl.algorithms import ALGORITHMS, DESCRIBED
 from raafl.core.types import LOSSES
+from raafl.runfolder.schema import CLIENT_COLUMNS, LOGGED_COLUMNS, MEMORY_COLUMNS
 from tests.habits.source import ROOT
 
 
@@ -73,3 +74,9 @@ def test_each_field_is_described():
 def test_the_page_of_the_run_folder_has_every_reason_of_a_loss():
     text = (DOCS / "run-folder.md").read_text(encoding="utf-8").split("| `lost:` |")[1].split("## ")[0]
     assert set(re.findall(r"`([a-z-]+)`", text.replace("`overlap`", ""))) == LOSSES
+
+
+def test_the_page_of_the_run_folder_has_every_column_of_the_clients():
+    text = (DOCS / "run-folder.md").read_text(encoding="utf-8").split("## Columns of clients.csv")[1].split("## ")[0]
+    names = set(re.findall(r"`([a-z_]+)`", text)) - {"training_step"}
+    assert names == {*CLIENT_COLUMNS, *MEMORY_COLUMNS, *LOGGED_COLUMNS}

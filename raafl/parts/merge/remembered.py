@@ -211,7 +211,7 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
     return (entry.name for entry in layout.entries if entry.name not in submodels.parameter_names)
 
 
-# ---- elements that a submodel's regions own ----
+# ---- which elements of a submodel belong to its client's regions ----
 
 
 class _Owned:

@@ -228,7 +228,7 @@ class RankExecutor(Executor):
         self._alike[kind_of(task.assignment)][task.assignment.id] = task
 
     def _drop(self, task: _Task) -> None:
-        """Withdraw an offered task, which has begun or was cancelled."""
+        """Remove a task from those that free processes may take, since it has begun or was cancelled."""
         kind = kind_of(task.assignment)
         del self._alike[kind][task.assignment.id]
         if not self._alike[kind]:

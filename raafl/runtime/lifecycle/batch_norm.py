@@ -130,7 +130,7 @@ class StatisticsHookList(HookList):
     """List of observers that get models with the running statistics of batch norm, so that they save complete models."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
-        """Create a hook that calls all ``hooks`` in order, on models with statistics filled in."""
+        """Create a hook that calls all ``hooks`` in order, with models whose batch norm statistics it has filled in."""
         super().__init__(*hooks)
         self._filler = statistics
 

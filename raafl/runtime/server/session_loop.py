@@ -242,7 +242,7 @@ class SessionLine:
     def __init__(
         self, pair: TcpConnection, session: LoopSession, resume_s: float, put: Callable[[LinkStep], None]
     ) -> None:
-        """Create a session's connection from ``pair``; ``put`` sends reports of breaks and resumptions to the run's loop."""
+        """Create a session's line over ``pair``; ``put`` tells the run's loop when the connection breaks and goes on."""
         self.pair, self._session, self._put = pair, session, put
         self._drive, self._resumes = session.loop.drive, bool(resume_s) and pair.resumes
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()

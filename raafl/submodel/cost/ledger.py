@@ -193,7 +193,7 @@ class Ledger(TorchDispatchMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            # gradients of leaf tensors are added outside of the loop
+            # nodes that add to a leaf's `.grad` do not belong to the loop whose cost is counted
             is_within = node not in before and not hasattr(node, "variable")
             node.register_prehook(partial(self._set_loop, is_within))
             if is_within:

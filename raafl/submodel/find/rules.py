@@ -17,7 +17,10 @@ _GROUP = "the channels of a group only go together"
 
 
 def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
-    """Record a product: it sums over ``one`` and ``weight``, which are thus one axis; ``makes`` are its result's dimensions."""
+    """Record a product that sums over dimension ``one`` of its input and ``weight`` of its weight, so both are one axis.
+
+    `makes`: dimensions of the result that the product makes.
+    """
     call.labels.unify(one, weight)
     one.is_read = weight.is_read = True
     call.labels.mark(weight, "read")

@@ -288,5 +288,6 @@ class Admission:
     def num_good(self) -> int:
         """Number of clients present, except those whose recent updates were all refused."""
         return len(self.roster.clients) - sum(
-            map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients)
+            # the keys of both, so that the smaller one is iterated: with a dict it would be all clients
+            map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients.keys())
         )

@@ -66,6 +66,22 @@ def test_who_is_kept_out_cannot_come_in_by_joining_anew():
     assert assigned(coordinator.handle(Joined(ClientInfo(1, 1, incarnation=2)), 10.0))[1].incarnation == 2
 
 
+def test_counting_good_clients_looks_at_no_client_without_refusals(monkeypatch):
+    coordinator, looked = coordinator_for(fed_async(), num_clients=5), []
+    tasks = assigned(join(coordinator, [1, 2, 3, 4, 5]))
+    refuse(coordinator, tasks[2])
+    answer(coordinator, tasks[3], 1.0, 0.0)
+
+    class Clients(dict):
+        def __iter__(self):
+            pytest.fail("all clients were iterated")
+
+    admission = coordinator.admission
+    admission.roster.clients = Clients(admission.roster.clients)
+    monkeypatch.setattr(admission.backoff, "is_bad", lambda client: looked.append(client) or False)
+    assert admission.num_good == 5 and looked == [2]
+
+
 def test_one_client_alone_ends_no_run_that_has_others():
     coordinator = coordinator_for(fed_async(), num_clients=3)
     task, now, ended = assigned(join(coordinator, [1]))[1], 0.0, []

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from raafl.algorithms import ALGORITHMS
@@ -8,7 +10,7 @@ from raafl.core.options import Guard, Privacy, Rounds
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import with_options
 from raafl.runfolder.journal import FolderLock
-from raafl.runtime.server.host import host, waits_note
+from raafl.runtime.server.host import _seldom_collecting, host, waits_note
 from raafl.transport import Transport
 from tests.helpers.small_runs import digits, small_mlp
 
@@ -68,3 +70,18 @@ def test_a_run_that_another_process_writes_is_not_resumed_after_the_port_is_take
     with pytest.raises(BadInput, match=r"checkpoint is .*, but there is none"):  # now the lock is free
         host(experiment, "", Port())
     FolderLock(tmp_path, "resume").close()
+
+
+def test_garbage_is_collected_the_less_often_the_more_clients_there_are():
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 9, 8)
+        for num_clients, expected in ((3, 700), (70, 700), (71, 710), (10_000, 100_000)):
+            with _seldom_collecting(num_clients):
+                assert gc.get_threshold() == (expected, 9, 8)
+            assert gc.get_threshold() == (700, 9, 8)
+        gc.set_threshold(0, 9, 8)  # the user has turned it off
+        with _seldom_collecting(10_000):
+            assert gc.get_threshold() == (0, 9, 8)
+    finally:
+        gc.set_threshold(*before)

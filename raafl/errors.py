@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ _MOST_NAMES = 24
 _CLOSE = 0.6
 """Share of characters in common from which a name is a guess worth making: `init_args` and `target` have 0.53."""
 
-_NOT_THE_USERS = (str(Path(__file__).resolve().parent), "<", sysconfig.get_path("stdlib"))
+_NOT_THE_USERS = (f"{Path(__file__).resolve().parent}{os.sep}", "<", f"{sysconfig.get_path('stdlib')}{os.sep}")
 LONGEST = 200
 """Largest number of characters shown of an error's own message."""
 

@@ -185,8 +185,8 @@ def seconds(field_name: str, value: float | str | None) -> float | None:
     """
     if value is None:
         return None
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9+-]+)?)\s*([smhd]?)\s*", str(value).lower())
-    number = float(match[1]) * _UNITS_S[match[2] or "s"] if match and match[1].count(".") < 2 else math.nan
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([smhd]?)\s*", str(value).lower(), re.ASCII)
+    number = float(match[1]) * _UNITS_S[match[2] or "s"] if match else math.nan
     if not 0 < number < math.inf:
         raise BadInput(f"{field_name} is {value}: give seconds above 0, or text such as 90s, 5m, 2h")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -273,7 +274,8 @@ def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
         if anew:
             torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # in bytes on macOS, in kibibytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def begin(module: nn.Module, recorder: Recorder) -> None:
@@ -307,7 +309,9 @@ def step(
         with context():
             answer = module.validation_step(batch, index)  # type: ignore[operator]
         if isinstance(answer, Mapping):
-            recorder.log_dict({_RETURNED + name: value for name, value in answer.items() if _is_number(value)})
+            for name, value in answer.items():
+                if _is_number(value):
+                    recorder.log(_RETURNED + name, value)
         if end:
             module.on_validation_batch_end(answer, batch, index)  # type: ignore[operator]
     return num

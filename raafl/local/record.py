@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +75,13 @@ class Recorder:
 
     def attach(self, module: nn.Module) -> None:
         """Redirect ``log`` and ``log_dict`` of the module, and of LightningModules inside it, to this recorder."""
-        attach_log(module, self.log, self.log_dict)
+        attach_log(module, self.log)
 
     def log(
         self,
         name: str,
         value: Any,
-        *args: object,
+        *,
         reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None,
         **kwargs: Any,
@@ -154,11 +155,6 @@ class Recorder:
         """Metrics that were logged, by name."""
         return self._metrics
 
-    def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record several values; see `Recorder.log`."""
-        for name, value in values.items():
-            self.log(name, value, **kwargs)
-
     def means(self, most: int | None = None) -> dict[str, float]:
         """Return the mean of each logged value since the last call, and the values of metrics; then reset.
 
@@ -207,12 +203,36 @@ class Recorder:
         self.latest.clear()
 
 
-def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
-    """Replace ``log`` and ``log_dict`` of the module, and of LightningModules inside it, in place."""
+POSITIONS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+)
+"""Arguments of Lightning's ``self.log`` and ``self.log_dict`` after the values, in the order in which they may be given."""
+
+
+def attach_log(module: nn.Module, log: Callable[..., None]) -> None:
+    """Let ``log`` and ``log_dict`` of the module, and of LightningModules inside it, call ``log`` for each value, in place."""
     for part in module.modules():
         if part is module or callable(getattr(type(part), "log_dict", None)):
-            part.log = log  # type: ignore[assignment]
-            part.log_dict = log_dict  # type: ignore[assignment]
+            part.log = partial(_log_one, log)  # type: ignore[assignment]
+            part.log_dict = partial(_log_all, log)  # type: ignore[assignment]
+
+
+def _log_one(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    log(name, value, **dict(zip(POSITIONS, args, strict=False)), **kwargs)
+
+
+def _log_all(log: Callable[..., None], dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    for name, value in dictionary.items():
+        _log_one(log, name, value, *args, **kwargs)
 
 
 def reduction_of(reduce_fx: str | Callable[..., Any]) -> str:

@@ -29,7 +29,7 @@ class PartialRecorder(Recorder):
         self,
         name: str,
         value: object,
-        *args: object,
+        *,
         reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None,
         **kwargs: object,

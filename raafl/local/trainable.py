@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +54,7 @@ class TrainableSubmodel:
         self.hooks = _hooks_of(self.module, local.traits.leaves_out)
         self.transfer = Transfer(self.module)
         self._configure()
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self._groups = [_options(group) for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
         self.state = self._state_of(submodels.base_variant(spec))
         named, frozen = () if self.base is None else self.module.named_parameters(), submodels.base_variant(spec).frozen
@@ -117,7 +118,9 @@ class TrainableSubmodel:
             return
         self.optimizer.state.clear()
         for group, fresh in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group.update(fresh)
+            for added in group.keys() - fresh.keys() - {"params"}:  # by the optimizer, which may count its steps there
+                del group[added]
+            group.update(_options(fresh))
 
     def answer(self) -> FlatTensors:
         """Return the tensors to send to the server, which are valid until the next task."""
@@ -136,7 +139,17 @@ class TrainableSubmodel:
         self.trainer.begin(self.optimizer, self.schedulers)
 
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_FIXED = frozenset({type(None), bool, int, float, str, tuple})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, lists and tensors as copies, since a step may change them in place."""
+    return {
+        name: value if type(value) in _FIXED else deepcopy(value) for name, value in group.items() if name != "params"
+    }
+
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 """Names of options of a parameter group that are learning rates, those of schedulers included."""
 _BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
 """Attributes of torch's schedulers that are learning rates: a number, or a list with one for each group."""

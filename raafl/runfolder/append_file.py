@@ -91,15 +91,17 @@ class AppendFile(Generic[Item]):
         warn: Callable[[str], None] = _log.warning,
         *,
         new: bool = True,
+        num_before: int = 0,
         remake: Callable[[], None] = lambda: None,
         consequence: str = LOST,
     ) -> None:
-        """Open the file; raise OSError if that fails."""
+        """Open the file, which has ``num_before`` rows; raise OSError if that fails."""
         self.path, self._encode, self._warn, self._remake = path, encode, warn, remake
         self._consequence = consequence
         self._tried_s, self._looked_s = 0.0, time.monotonic()
         self._file = io.FileIO(path, "xb" if new else "ab")
         self._kept: deque[Item] = deque()
+        self._num_before = num_before
         self.num_rows = self.num_dropped = self._num_new_dropped = 0
         self._warned = False
 
@@ -211,7 +213,7 @@ class AppendFile(Generic[Item]):
             raise OSError(error.errno, f"{DELETED}, and cannot be made again: {error.strerror}") from None
         self._complain(DELETED)
         self._emptied()
-        lost, self.num_rows = self.num_rows, 0
+        lost, self.num_rows, self._num_before = self._num_before + self.num_rows, 0, 0
         self.num_dropped += lost
         if lost:
             try:

@@ -16,6 +16,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -137,8 +138,7 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
     hparams = dict(getattr(module, "hparams", None) or {})
     kept = {}
     for name, value in hparams.items():
-        if hasattr(value, "item") and not isinstance(value, torch.Tensor):  # numpy scalars
-            value = value.item()
+        value = value.item() if isinstance(value, np.generic) else value
         problems = list(_not_plain(value, name, _READABLE))
         if not problems:
             kept[name] = value

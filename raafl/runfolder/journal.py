@@ -82,7 +82,7 @@ class JournalFile(AppendFile[bytes]):
             from raafl.runfolder.books import read_head
 
             self.head, self.length = read_head(path)
-        super().__init__(path, bytes, warn, remake=remake, new=new, consequence=COUNTED)
+        super().__init__(path, bytes, warn, remake=remake, new=new, num_before=self.length, consequence=COUNTED)
 
     def _write(self, data: bytes) -> None:
         line, head = link(self.head, data)
@@ -131,7 +131,8 @@ class TableFile(AppendFile[list[Any]]):
         self.names = frozenset(self.columns)
         self._rows: list[str] = []
         self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
-        super().__init__(path, self._text, warn, new=new, remake=remake, consequence=COUNTED)
+        num_before = self._digest.lines
+        super().__init__(path, self._text, warn, new=new, num_before=num_before, remake=remake, consequence=COUNTED)
         try:
             self._prepare()
         except OSError:

@@ -48,6 +48,8 @@ def problems(**fields) -> list[str]:
         (0.5, 0.5),
         ("1e3", 1000.0),
         ("1e-2s", 0.01),
+        (".5m", 30.0),
+        ("2.s", 2.0),
         (None, None),
     ],
 )
@@ -55,7 +57,9 @@ def test_durations(text, value):
     assert seconds("max_time", text) == value
 
 
-@pytest.mark.parametrize("text", ["2x", "", "h", "-1", "0", "1.2.3", "inf", "nan", "2 h 3 m", "1e999"])
+@pytest.mark.parametrize(
+    "text", ["2x", "", "h", "-1", "0", "1.2.3", "inf", "nan", "2 h 3 m", "1e999", ".", "1e-", "1e+-2"]
+)
 def test_no_durations(text):
     with pytest.raises(BadInput, match=r"max_time is .*: give seconds above 0, or text such as 90s, 5m, 2h"):
         seconds("max_time", text)

@@ -34,6 +34,21 @@ class Adam(Net):
         return torch.optim.Adam(self.parameters(), lr=0.05, betas=(0.8, 0.9))
 
 
+class Counting(Net):
+    """Its optimizer counts steps and remembers rates in its parameter group, as some do for the correction of a bias."""
+
+    def configure_optimizers(self):
+        class Counter(torch.optim.SGD):
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    group["step"] = group.get("step", 0) + 1
+                    group["lr"] = group["rates"][0] / group["step"]
+                    group["rates"][0] *= 0.9
+                return super().step(closure)
+
+        return Counter([{"params": list(self.parameters()), "rates": [0.1]}], lr=0.1)
+
+
 class Restless(Net):
     """Replaces its buffer instead of changing it in place."""
 
@@ -60,7 +75,7 @@ def axis_of(bench):
 # ---- what a task computes ----
 
 
-@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing])
+@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing, Counting])
 @pytest.mark.parametrize("much", [{"epochs": 2}, {"steps": 7}, {"steps": 5}, {"steps": 1}])
 def test_a_task_is_the_plain_loop_bit_for_bit(make, much):
     bench, task = Bench.of(make), assignment(**much)
@@ -208,7 +223,7 @@ def test_running_statistics_come_back_and_the_count_of_batches_does_not():
 # ---- purity ----
 
 
-@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing])
+@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing, Counting])
 @pytest.mark.parametrize("max_built", [1, 4])
 def test_a_result_does_not_depend_on_what_was_trained_before(make, max_built):
     task = assignment(epochs=1)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.swa_utils import SWALR
 
 from raafl.local.trainable import scale_rates
 
@@ -28,6 +29,7 @@ SCHEDULERS = {
     "to a floor and up": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 3, eta_min=0.02),
     "up and down": lambda optimizer: CyclicLR(optimizer, 0.02, 0.3, step_size_up=2, cycle_momentum=False),
     "rates of its own": lambda optimizer: OneCycleLR(optimizer, 0.4, total_steps=7),
+    "to a mean's rate": lambda optimizer: SWALR(optimizer, 0.05, anneal_epochs=4),
     "a sequence": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, 0.1, total_iters=2), StepLR(optimizer, 1, 0.5)], [2]
     ),

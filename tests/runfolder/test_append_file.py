@@ -145,6 +145,21 @@ def test_a_folder_deleted_under_the_run_is_made_again_and_the_loss_counted(folde
     assert len(warned) == 2 and all("it was deleted during the run" in line for line in warned)
 
 
+def test_rows_from_before_a_resume_count_as_lost_too(folder, warned):
+    for number in (1, 2):
+        folder.event({**EVENT, "id": number})
+        folder.client({"client": number})
+    folder.close()
+    with RunFolder.reopen(folder.path, warned.append) as again:
+        again.event({**EVENT, "id": 3})
+        for name in ("events.jsonl", "clients.csv"):
+            (folder.path / name).unlink()
+        again.event({**EVENT, "id": 4})
+        again.client({"client": 3})
+        assert ids(again) == [("gap", 3), ("timer", 4)]
+        assert again.unwritten == {"events.jsonl": 3, "clients.csv": 2}
+
+
 def test_a_folder_that_cannot_be_made_again_is_waited_for(folder, warned):
     folder.event({**EVENT, "id": 1})
     shutil.rmtree(folder.path)

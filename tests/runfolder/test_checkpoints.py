@@ -77,6 +77,13 @@ def test_a_hyper_parameter_that_is_not_plain_is_left_out_with_a_remedy(tmp_path,
     assert Line.load_from_checkpoint(path).layer.in_features == 3
 
 
+def test_an_array_as_hyper_parameter_is_left_out(tmp_path, caplog):
+    module = Line(width=3, optimizer=np.array([1.0, 2.0]))
+    path = save_checkpoint(tmp_path, 1, module.state_dict(), module=module)
+    assert ["hyper-parameter optimizer is a ndarray" in record.message for record in caplog.records] == [True]
+    assert checkpoint_reader.load(path).hyper_parameters == {"width": 3, "lr": 0.1}
+
+
 @pytest.mark.parametrize(
     ("section", "where"),
     [({"a": {"b": [0, {1}]}}, r"raafl\.a\.b\[1\] is a set"), ({"a": np.float64(1)}, r"raafl\.a is a float64")],

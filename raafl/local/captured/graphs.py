@@ -247,7 +247,7 @@ class StepGraphs(Graphs):
             self._sums.setdefault(name, torch.zeros_like(total))
         self._bind(built)
         logged, graph = _Logged(built.recorder.weight, self._sums), torch.cuda.CUDAGraph()
-        attach_log(built.module, logged.log, logged.log_dict)
+        attach_log(built.module, logged.log)
         counts = steps.counts(self._total)
         try:
             with self._recording(graph):
@@ -301,7 +301,7 @@ class _Logged:
         self,
         name: str,
         value: Any,
-        *args: object,
+        *,
         reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None,
         **kwargs: Any,
@@ -318,11 +318,6 @@ class _Logged:
         else:
             own.copy_((torch.minimum if how == "min" else torch.maximum)(own, value))
         self.found[name] = how, before + weight if how == "mean" else 1.0
-
-    def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Add several logged values to their sums; see `Recorder.log`."""
-        for name, value in values.items():
-            self.log(name, value, **kwargs)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

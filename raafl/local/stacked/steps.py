@@ -7,7 +7,7 @@ alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -258,6 +258,8 @@ class Steps:
             self._rates.prepare(made)
         if last is not None:
             for old, new in zip(last.param_groups, made.param_groups, strict=True):
+                # entries that the optimizer has added, such as a number of steps
+                new.update({name: value for name, value in old.items() if name not in new})
                 for was, now in zip(old["params"], new["params"], strict=True):
                     made.state[now] = {
                         key: value[:num] if isinstance(value, Tensor) and value.dim() else value
@@ -416,13 +418,13 @@ class Logged:
 
     def attach(self, module: nn.Module) -> None:
         """Redirect ``log`` and ``log_dict`` of the module, and of LightningModules inside it, to this object."""
-        attach_log(module, self.log, self.log_dict)
+        attach_log(module, self.log)
 
     def log(
         self,
         name: str,
         value: Any,
-        *args: object,
+        *,
         reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None,
         **kwargs: object,
@@ -439,11 +441,6 @@ class Logged:
             )
         value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
-
-    def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record values that the clients' common step logs, called inside vmap; see `Recorder.log_dict`."""
-        for name, value in values.items():
-            self.log(name, value, **kwargs)
 
     def take(self) -> list[Tensor]:
         """Return the values that this step has logged; pass them to `add` outside vmap."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch.core.module import Metric
@@ -12,7 +14,7 @@ from raafl.api.modules import Datasets as DataModule
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator, peak_bytes
 from raafl.submodel import Submodels
 from tests.local.bench import Net, samples
 
@@ -177,3 +179,12 @@ def test_a_batch_of_any_kind_counts_as_many_samples_as_were_fetched(collate):
     submodels = Submodels(Mean(), samples()[:2])
     evaluator = Evaluator(submodels, FederatedData(module, Iid(), 2).test_batches, seed=0)
     assert evaluator(submodels.state(Mean()), 0) == {"logged": 4.5, "returned": 4.5}
+
+
+def test_peak_memory_is_in_bytes_on_a_mac_too(monkeypatch):
+    used = SimpleNamespace(ru_maxrss=7)
+    monkeypatch.setattr("resource.getrusage", lambda who: used)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert peak_bytes(torch.device("cpu")) == 7 * 1024
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert peak_bytes(torch.device("cpu")) == 7

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from raafl.errors import BadInput
-from raafl.local.record import Recorder
+from raafl.local.record import POSITIONS, Recorder
 from raafl.local.shared_evaluation import PartialRecorder, add
 
 
@@ -28,6 +31,18 @@ def test_a_metric_object_gives_what_it_computes():
     recorder = Recorder()
     recorder.log("f1", Metric())
     assert recorder.means() == {"f1": 0.5}
+
+
+def test_arguments_may_be_given_by_position_as_in_lightning():
+    for log in (LightningModule.log, LightningModule.log_dict):
+        assert [name for name in inspect.signature(log).parameters if name in POSITIONS] == list(POSITIONS)
+    module, recorder = LightningModule(), Recorder()
+    recorder.attach(module)
+    for number in (1.0, 2.0):
+        module.log("hits", number, False, None, None, None, "sum")
+        module.log_dict({"most": number}, False, None, None, None, "max")
+        module.log("weighed", number, batch_size=int(number))
+    assert recorder.means() == {"hits": 3.0, "most": 2.0, "weighed": 5 / 3}
 
 
 def test_logging_holds_no_graph():

@@ -1,4 +1,4 @@
-"""Load YAML files that users write: plain values only, and no key twice in a mapping."""
+"""Load YAML with plain values only: what users write, with no key twice in a mapping, and what strangers send, within limits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from raafl.errors import BadInput, no_utf8
 
 if TYPE_CHECKING:
     import yaml
+
+LARGEST = 2**63 - 1
+_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # limits of YAML from other people: number of values, depth of nesting
 
 
 def load_yaml(text: str) -> Any:
@@ -62,3 +65,49 @@ def yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return where + " ".join(str(getattr(error, "problem", None) or error).split())
+
+
+def load_untrusted_yaml(text: str) -> dict[str, Any]:
+    """Parse a YAML mapping from an untrusted source: only plain values are allowed, and the size is limited.
+
+    Raises:
+        ValueError: the text is not such a mapping, or is too large.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML loader for plain values without merge keys (`<<`), since these let a short text fill the memory."""
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Raise an error if a mapping has a merge key (`<<`); configs that raafl writes have none."""
+            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+                raise yaml.YAMLError("a merge key")
+
+    try:
+        tree = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"it is not YAML with plain values ({type(error).__name__})") from None
+    if not isinstance(tree, dict):
+        raise ValueError("it is not a mapping of fields")
+    num, level = 0, [tree]
+    for _ in range(_MAX_DEPTH):
+        below = []
+        for value in level:
+            found = inside(value)
+            below += found
+            num += len(found)
+            if any(type(one) is int and abs(one) > LARGEST for one in found):
+                raise ValueError("it has a number of more than 64 bits")
+            if num > _MAX_VALUES:  # a short text can expand to very many values by aliases of aliases
+                raise ValueError(f"it has more than {_MAX_VALUES:,} values")
+        level = below
+    if level:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    return tree
+
+
+def inside(value: object) -> list[Any]:
+    """List the direct children of a mapping (keys and values) or a list; return [] for anything else."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else []

@@ -14,8 +14,6 @@ MOST = 200
 """Largest number of characters kept of a text from others."""
 URL: Final = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
 """Pattern of a URL: scheme and rest."""
-LARGEST = 2**63 - 1
-_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # limits of YAML from other people: number of values, depth of nesting
 
 
 def is_url(text: object) -> bool:
@@ -45,49 +43,3 @@ def sanitize_tree(value: object, most: int = 1000) -> Any:
     if isinstance(value, dict):
         return {sanitize_tree(name, most): sanitize_tree(item, most) for name, item in value.items()}
     return [sanitize_tree(item, most) for item in value] if isinstance(value, list) else value
-
-
-def load_untrusted_yaml(text: str) -> dict[str, Any]:
-    """Parse a YAML mapping from an untrusted source: only plain values are allowed, and the size is limited.
-
-    Raises:
-        ValueError: the text is not such a mapping, or is too large.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML loader for plain values without merge keys (`<<`), since these let a short text fill the memory."""
-
-        def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Raise an error if a mapping has a merge key (`<<`); configs that raafl writes have none."""
-            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-                raise yaml.YAMLError("a merge key")
-
-    try:
-        tree = yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"it is not YAML with plain values ({type(error).__name__})") from None
-    if not isinstance(tree, dict):
-        raise ValueError("it is not a mapping of fields")
-    num, level = 0, [tree]
-    for _ in range(_MAX_DEPTH):
-        below = []
-        for value in level:
-            found = inside(value)
-            below += found
-            num += len(found)
-            if any(type(one) is int and abs(one) > LARGEST for one in found):
-                raise ValueError("it has a number of more than 64 bits")
-            if num > _MAX_VALUES:  # a short text can expand to very many values by aliases of aliases
-                raise ValueError(f"it has more than {_MAX_VALUES:,} values")
-        level = below
-    if level:
-        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
-    return tree
-
-
-def inside(value: object) -> list[Any]:
-    """List the direct children of a mapping (keys and values) or a list; return [] for anything else."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return value if isinstance(value, list) else []

@@ -65,7 +65,8 @@ from raafl.core.payload import Bundles
 from raafl.errors import refuse_unused
 from raafl.parts.merge.mean import Accumulator, trained_values
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, NesterovMemory, Weights
-from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.submodels import WrappedSelect
 
 When = Literal["all", "quorum", "each"]
 Steps = Literal["equal", "speed"]

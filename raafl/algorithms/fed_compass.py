@@ -63,7 +63,7 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.core.state import Memory
-from raafl.parts.merge.wrapped import WrappedSelect
+from raafl.parts.select.submodels import WrappedSelect
 
 _FASTEST = 1e-9
 """Smallest time of a step in seconds, since a task takes no time on a virtual clock without costs."""

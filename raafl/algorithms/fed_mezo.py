@@ -73,7 +73,7 @@ from raafl.core.local import SkippedBatch, value_of
 from raafl.core.state import OneValue
 from raafl.module_hooks import STEP_HOOKS
 from raafl.parts.merge.mean import zeros_like
-from raafl.parts.merge.wrapped import WrappedSelect
+from raafl.parts.select.submodels import WrappedSelect
 from raafl.parts.trigger import all_or_each
 from raafl.submodel.cut.layers import statistics_of
 from raafl.submodel.flat import CHUNK, chunks, reals, wide_dtype

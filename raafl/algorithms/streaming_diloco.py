@@ -58,7 +58,8 @@ from raafl.core.payload import Way
 from raafl.core.state import OneValue
 from raafl.errors import refuse_unused
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov
-from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.submodels import WrappedSelect
 from raafl.parts.trigger import all_or_each
 from raafl.submodel import SpecError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raafl.config.argv import options_of, whole_number
 from raafl.errors import BadInput, nearest
-from raafl.sanitize import load_untrusted_yaml
+from raafl.plain_yaml import load_untrusted_yaml
 from raafl.units import quantity
 
 USAGE = """\

@@ -204,7 +204,7 @@ class Bridge(RunHooks):
                 "the run above has overlap, or a schedule of the learning rate, which a subfederation cannot follow: set "
                 "overlap to false and train.lr_schedule to constant there; a schedule may stand in the config below"
             )
-        submodels, trainer = client_parts(above, parts.data, above.fabric.at(Place.here(None, above.fabric.device)))
+        submodels, trainer = client_parts(above, parts.data, above.fabric.on(Place.here(None, above.fabric.device).gpu))
         if submodels.layout() != parts.submodels.layout():
             raise BadInput("the model of the run above is another one than that of the run below: give both the same")
         info = ClientInfo(

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from raafl.atomic_file import state_folder
-from raafl.sanitize import is_url, load_untrusted_yaml
+from raafl.plain_yaml import load_untrusted_yaml
+from raafl.sanitize import is_url
 
 _OWN: Final = re.compile(r"(raafl|raafl\.data|model_zoo)\.\w+")
 """Names that a config may have without being trusted (`raafl.config.trust`)."""

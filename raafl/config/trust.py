@@ -27,8 +27,9 @@ from raafl.config.own_runs import is_own
 from raafl.config.problems import ACCELERATORS
 from raafl.core.options import CAPTURES
 from raafl.errors import BadInput, RunFailed
+from raafl.plain_yaml import LARGEST, inside, load_untrusted_yaml
 from raafl.rules import recorded_revision
-from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
+from raafl.sanitize import sanitize_text
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Largest value that a server's config may give, by field; larger ones would only use up a client's resources."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from raafl.data.epochs import batches_of_epoch, samples_of
-from raafl.devices.gpus import Place
 from raafl.errors import BadInput, fraction, one_of, positive, refuse_unused_fields
 
 LrShape = Literal["constant", "linear", "cosine", "step"]
@@ -471,7 +470,7 @@ class FabricOptions:
         if isinstance(self.capture, bool):
             object.__setattr__(self, "capture", "on" if self.capture else "off")
 
-    def at(self, place: Place) -> FabricOptions:
-        """Return these options for the process at ``place`` in the run: with a GPU of its own, unless ``device`` is set."""
+    def on(self, gpu: int | None) -> FabricOptions:
+        """Return these options for a process that `raafl.devices.gpus` gives this GPU, unless ``device`` is set."""
         on_gpu = self.accelerator in ("cuda", "gpu", "auto")
-        return replace(self, device=place.gpu) if on_gpu and self.device is None else self
+        return replace(self, device=gpu) if on_gpu and self.device is None else self

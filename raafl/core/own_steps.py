@@ -15,7 +15,8 @@ from raafl.core.payload import Payload, Way
 from raafl.core.task import Task
 from raafl.core.types import Assignment
 from raafl.errors import USER_ERRORS
-from raafl.submodel.cost import Cost, MethodSteps
+from raafl.submodel.cost import Cost
+from raafl.submodel.cost.predicted import MethodSteps
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels

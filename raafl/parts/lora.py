@@ -38,7 +38,7 @@ from raafl.parts.merge.low_rank import (
     pairs,
 )
 from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.wrapped import WrappedSelect
+from raafl.parts.select.submodels import WrappedSelect
 from raafl.submodel.lora import LoraPair, pairs_of
 
 LoRAMerge = Literal["hetlora", "hetlora_paper", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raafl.errors import BadInput
+from raafl.plain_yaml import load_untrusted_yaml
 from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
@@ -34,7 +35,6 @@ from raafl.runfolder.schema import (
     Summary,
     kind_of,
 )
-from raafl.sanitize import load_untrusted_yaml
 from raafl.units import quantity
 
 Numbers = npt.NDArray[np.float64]

@@ -20,7 +20,6 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
-from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, format_error
 from raafl.local.numerics import set_numerics
 from raafl.local.prepare import call_own_train, prepare, start_observers
@@ -450,7 +449,11 @@ def make_executor(
     `own`: data of each client that trains on its own data instead of a share of the run's; None = no such client.
     """
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
-    options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
+    options = parts.experiment.fabric
+    if ranks:
+        from raafl.devices.gpus import Place
+
+        options = options.on(Place.here(None).gpu)
     trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)
 
     def data_of(client: int) -> ClientData:

@@ -52,7 +52,7 @@ def train(experiment: Experiment, transport: Transport) -> None:
         signal.signal(number, signal.SIG_IGN)
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
-    options, num_built = experiment.fabric.at(Place.here(None)), min(MAX_BUILT, 2 * experiment.clients)
+    options, num_built = experiment.fabric.on(Place.here(None).gpu), min(MAX_BUILT, 2 * experiment.clients)
     submodels, trainer = client_parts(experiment, data, options, num_built)
     device, seed = trainer.fabric.device, evaluation_seed(experiment)
     try:

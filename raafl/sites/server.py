@@ -24,13 +24,12 @@ import yaml
 from raafl.core.types import ClientInfo
 from raafl.devices import Profile
 from raafl.errors import BadInput, nearest, no_utf8
-from raafl.plain_yaml import load_yaml, yaml_problem
+from raafl.plain_yaml import load_untrusted_yaml, load_yaml, yaml_problem
 from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.schema import CLIENT_LOGS
 from raafl.runfolder.seals import Signer
 from raafl.runtime.protocol import Answer, Assign, Failed, LogLine, SignedHead
 from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol, Task
-from raafl.sanitize import load_untrusted_yaml
 from raafl.sites.credentials import stamp_of
 from raafl.submodel import FlatTensors
 from raafl.transport import Refused

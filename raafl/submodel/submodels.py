@@ -22,7 +22,8 @@ from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.batch_norm import Pooling
-    from raafl.submodel.cost import Cost, Method
+    from raafl.submodel.cost import Cost
+    from raafl.submodel.cost.predicted import Method
     from raafl.submodel.find.discover import DiscoveredAxes
     from raafl.submodel.frozen import Bases, FrozenBase
 

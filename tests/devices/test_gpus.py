@@ -71,9 +71,9 @@ def test_the_environment_says_where_a_process_stands(monkeypatch, four_gpus, env
 @pytest.mark.parametrize(("accelerator", "device"), [("cuda", 2), ("gpu", 2), ("auto", 2), ("cpu", None)])
 def test_who_trains_on_gpus_takes_that_of_its_place_unless_one_is_named(accelerator, device):
     place = Place(2, 4, 4)
-    assert FabricOptions(accelerator).at(place).device == device
-    assert FabricOptions(accelerator, device=0).at(place).device == 0
-    assert FabricOptions(accelerator).at(Place()).device is None
+    assert FabricOptions(accelerator).on(place.gpu).device == device
+    assert FabricOptions(accelerator, device=0).on(place.gpu).device == 0
+    assert FabricOptions(accelerator).on(Place().gpu).device is None
 
 
 def test_a_client_has_its_share_of_a_gpu_less_its_context_and_workspace(monkeypatch):

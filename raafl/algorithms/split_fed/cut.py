@@ -22,9 +22,9 @@ from raafl.algorithm import FULL, Cost, FlatTensors, Layout, Spec, Submodels
 from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import SpecError
 from raafl.submodel.batch_norm import keep_static
-from raafl.submodel.cost import Method
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
+from raafl.submodel.cost.predicted import Method
 from raafl.submodel.cut.layers import copy_structure
 from raafl.submodel.cut.shrink import Structure, build
 from raafl.submodel.frozen import FrozenBase

@@ -47,7 +47,8 @@ from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Update, Work, derive_seed
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.submodels import WrappedSelect
 from raafl.submodel import Axis, Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of
 

@@ -11,7 +11,8 @@ from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Update, Work
 from raafl.parts.local.mask_training import SCORES
-from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.submodels import WrappedSelect
 from raafl.submodel import FlatTensors, Spec
 
 MAX_SCORE = 1e4

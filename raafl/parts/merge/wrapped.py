@@ -1,4 +1,4 @@
-"""Provide base classes for merges that wrap a merge, and selects that wrap a select."""
+"""Provide the base class of merges that wrap a merge."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raafl.core.algorithm import Merge, Select, SelectContext
+from raafl.core.algorithm import Merge
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
-from raafl.core.types import Assignment, ClientInfo, Update, Work
+from raafl.core.types import Update
 from raafl.submodel import FlatTensors, Spec
 
 
@@ -90,49 +90,6 @@ class Wrapped(Merge):
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return the wrapped merge's entries for the run's summary."""
         return self.inner.report(self.view(state))
-
-    def __str__(self) -> str:
-        return str(self.inner)
-
-
-@dataclass(frozen=True)
-class WrappedSelect(Select):
-    """Base class of wrappers of a select part (choice of submodels): calls that a wrapper does not override are passed on."""
-
-    inner: Select  # the wrapped select part
-
-    @property
-    def needs_last_update(self) -> bool:
-        """Whether the wrapped select part (choice of submodels) must see a client's last update before it chooses again."""
-        return self.inner.needs_last_update
-
-    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return what the wrapped select part assigns to the client."""
-        return self.inner(client, fleet)
-
-    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Tell the wrapped select part (choice of submodels) that a client has joined."""
-        self.inner.on_join(client, fleet)
-
-    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Tell the wrapped select part (choice of submodels) that a client was lost."""
-        self.inner.on_loss(client, fleet)
-
-    def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Tell the wrapped select part (choice of submodels) that a round starts."""
-        self.inner.on_round_start(out, fleet)
-
-    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Tell the wrapped select part (choice of submodels) that an update has arrived."""
-        self.inner.on_update(client, assignment, seconds, fleet)
-
-    def check(self, fleet: SelectContext) -> list[str]:
-        """Return the problems that the wrapped select part (choice of submodels) finds before the run."""
-        return self.inner.check(fleet)
-
-    def notes(self, fleet: SelectContext) -> list[str]:
-        """Return the notes of the wrapped select part (choice of submodels) for the start of the run."""
-        return self.inner.notes(fleet)
 
     def __str__(self) -> str:
         return str(self.inner)

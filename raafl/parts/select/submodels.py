@@ -1,4 +1,4 @@
-"""Select the whole model, or one of a fixed set of submodels: Fed-RAA's fragments, assigned by Gre-RAA."""
+"""Select the whole model, or one of a fixed set of submodels: Fed-RAA's fragments, assigned by Gre-RAA; and wrap a select."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from raafl.core.algorithm import Select, SelectContext
-from raafl.core.types import ClientInfo, Warn, Work
+from raafl.core.types import Assignment, ClientInfo, Warn, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.units import shared_fragments
@@ -358,3 +358,46 @@ class Fragments(OneOf):
     def what(self) -> str:
         """Describe in a few words, for logs, which shares of the model its fragments (disjoint slices) have."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"
+
+
+@dataclass(frozen=True)
+class WrappedSelect(Select):
+    """Base class of wrappers of a select part (choice of submodels): calls that a wrapper does not override are passed on."""
+
+    inner: Select  # the wrapped select part
+
+    @property
+    def needs_last_update(self) -> bool:
+        """Whether the wrapped select part (choice of submodels) must see a client's last update before it chooses again."""
+        return self.inner.needs_last_update
+
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
+        """Return what the wrapped select part assigns to the client."""
+        return self.inner(client, fleet)
+
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Tell the wrapped select part (choice of submodels) that a client has joined."""
+        self.inner.on_join(client, fleet)
+
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Tell the wrapped select part (choice of submodels) that a client was lost."""
+        self.inner.on_loss(client, fleet)
+
+    def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
+        """Tell the wrapped select part (choice of submodels) that a round starts."""
+        self.inner.on_round_start(out, fleet)
+
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+        """Tell the wrapped select part (choice of submodels) that an update has arrived."""
+        self.inner.on_update(client, assignment, seconds, fleet)
+
+    def check(self, fleet: SelectContext) -> list[str]:
+        """Return the problems that the wrapped select part (choice of submodels) finds before the run."""
+        return self.inner.check(fleet)
+
+    def notes(self, fleet: SelectContext) -> list[str]:
+        """Return the notes of the wrapped select part (choice of submodels) for the start of the run."""
+        return self.inner.notes(fleet)
+
+    def __str__(self) -> str:
+        return str(self.inner)

@@ -109,7 +109,7 @@ class ClientSetup:
             data = load_data(experiment)
             mine = data.make_client(client, copied=True)
             info = client_infos(experiment, data)[client - 1]
-        submodels, trainer = client_parts(experiment, data, experiment.fabric.at(place))
+        submodels, trainer = client_parts(experiment, data, experiment.fabric.on(place.gpu))
         info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device, place, num_processes)
         settle_heap(experiment, info, submodels, data, trainer.fabric.device, num_processes)
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
 from raafl.rules import Rules
-from raafl.submodel.cost import Cost, Method, MethodSteps
+from raafl.submodel.cost import Cost
 from raafl.submodel.cost.ledger import Launches, Ledger, launches_of, storage_key
 from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.flat import FlatTensors
@@ -41,6 +41,61 @@ _MOST_FLOPS = 2e11
 """Largest number of FLOPs of a step that is traced with random values: a few seconds of one core."""
 
 _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activations"
+
+
+class MethodSteps(Protocol):
+    """Protocol of the steps of a method's task; `raafl.core.local.Hook` is the implementation."""
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return the loss of a batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of ``loss``."""
+
+    def update(self) -> None:
+        """Make one optimiser step."""
+
+    def stepped(self) -> None:
+        """Do what belongs on Python's side of a step."""
+
+    def finish(self) -> object:
+        """Do what follows the last step."""
+
+    def close(self) -> None:
+        """Undo the changes to the module."""
+
+
+class MethodTask(Protocol):
+    """Protocol of a method's task before its first step."""
+
+    # tensors that the task has received or will send, which the costs of the transfers include already
+    received_and_sent: list[Tensor]
+    # an update with tensors beside the trained values sends a copy of these: its size in bytes; 0 = no copy
+    answer_bytes: int
+
+    def steps(
+        self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
+    ) -> MethodSteps:
+        """Return the steps of the task."""
+
+
+class Method(Protocol):
+    """Protocol of a method whose tasks do more than the user's own step; see `raafl.core.own_steps.OwnSteps`.
+
+    Attributes:
+        rescale: whether it multiplies the activations of narrowed layers, as `Submodels.shrink` does.
+    """
+
+    rescale: bool
+
+    def begin(self, spec: Spec, module: nn.Module, loss: Callable[[Any, int], Tensor]) -> MethodTask:
+        """Return a task of the method on a small module, before its first step.
+
+        Args:
+            spec: submodel that the module is.
+            module: small module, on the meta device or with values.
+            loss: function that runs the user's own step.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def test_every_path_on_a_page_exists(page):
 def test_every_page_that_code_configs_and_scripts_name_exists():
     folders = ("raafl", "model_zoo", "benchmarks", "configs", "launch", "tests")
     files = [file for name in folders for file in (ROOT / name).rglob("*") if file.suffix in (".py", ".yaml", ".sh")]
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), ROOT / "pyproject.toml"]
     named = {page for file in files for page in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text(encoding="utf-8"))}
     assert len(named) > 20 and not [page for page in named if not (ROOT / page).exists()]
 

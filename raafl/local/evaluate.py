@@ -308,10 +308,9 @@ def step(
             module.on_validation_batch_start(batch, index)  # type: ignore[operator]
         with context():
             answer = module.validation_step(batch, index)  # type: ignore[operator]
-        if isinstance(answer, Mapping):
-            for name, value in answer.items():
-                if _is_number(value):
-                    recorder.log(_RETURNED + name, value)
+        returned = answer if isinstance(answer, Mapping) else {}
+        for name in [name for name, value in returned.items() if _is_number(value)]:
+            recorder.log(_RETURNED + name, returned[name])
         if end:
             module.on_validation_batch_end(answer, batch, index)  # type: ignore[operator]
     return num

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
@@ -87,31 +87,11 @@ class RunHooks:
 
 
 class HookList(RunHooks):
-    """Observer that passes each call on to a list of observers, in order."""
+    """Observer that passes each call on to a list of observers, in order. Answers of several become one."""
 
     def __init__(self, *hooks: RunHooks) -> None:
         """Create a hook that calls all ``hooks`` in order."""
         self._hooks = hooks
-
-    def begin(self, run: Any, saved: object = None) -> None:
-        """Call each observer; see `RunHooks.begin`."""
-        for hooks in self._hooks:
-            hooks.begin(run, saved)
-
-    def opened(self) -> None:
-        """Call each observer; see `RunHooks.opened`."""
-        for hooks in self._hooks:
-            hooks.opened()
-
-    def start(self) -> None:
-        """Call each observer; see `RunHooks.start`."""
-        for hooks in self._hooks:
-            hooks.start()
-
-    def on_settled(self, settled: Settled, now: float) -> None:
-        """Call each observer; see `RunHooks.on_settled`."""
-        for hooks in self._hooks:
-            hooks.on_settled(settled, now)
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
         """Pass the metrics through all observers, each of which may change them; see `RunHooks.on_measured`."""
@@ -119,29 +99,9 @@ class HookList(RunHooks):
             metrics = hooks.on_measured(version, now, metrics)
         return metrics
 
-    def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Call each observer; see `RunHooks.on_values`."""
-        for hooks in self._hooks:
-            hooks.on_values(version, metrics, values)
-
-    def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Call each observer; see `RunHooks.on_evaluate`."""
-        for hooks in self._hooks:
-            hooks.on_evaluate(version, now, metrics)
-
     def figures(self, state: GlobalState) -> dict[str, float]:
         """Return the numbers of all observers; see `RunHooks.figures`."""
         return {name: number for hooks in self._hooks for name, number in hooks.figures(state).items()}
-
-    def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Call each observer; see `RunHooks.on_event`."""
-        for hooks in self._hooks:
-            hooks.on_event(event, coordinator, now)
-
-    def on_merged(self, version: int, now: float, seconds: float) -> None:
-        """Call each observer; see `RunHooks.on_merged`."""
-        for hooks in self._hooks:
-            hooks.on_merged(version, now, seconds)
 
     def stop_asked(self) -> str | None:
         """Return the first reason to end the run that an observer gives, or None."""
@@ -151,32 +111,16 @@ class HookList(RunHooks):
         """Check whether any observer wants a checkpoint now."""
         return any(hooks.checkpoint_due() for hooks in self._hooks)
 
-    def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Call each observer; see `RunHooks.on_checkpoint`."""
-        for hooks in self._hooks:
-            hooks.on_checkpoint(coordinator, version, clock)
 
-    def saved(self) -> None:
-        """Call each observer; see `RunHooks.saved`."""
+def _to_each(name: str) -> Callable[..., None]:
+    def call(self: HookList, *args: Any, **kwargs: Any) -> None:
         for hooks in self._hooks:
-            hooks.saved()
+            getattr(hooks, name)(*args, **kwargs)
 
-    def end(self, summary: dict[str, Any]) -> None:
-        """Call each observer; see `RunHooks.end`."""
-        for hooks in self._hooks:
-            hooks.end(summary)
+    return call
 
-    def publish(self, summary: dict[str, Any]) -> None:
-        """Call each observer; see `RunHooks.publish`."""
-        for hooks in self._hooks:
-            hooks.publish(summary)
 
-    def written(self) -> None:
-        """Call each observer; see `RunHooks.written`."""
-        for hooks in self._hooks:
-            hooks.written()
-
-    def close(self) -> None:
-        """Call each observer; see `RunHooks.close`."""
-        for hooks in self._hooks:
-            hooks.close()
+# a hook that is added to `RunHooks` is passed on, too, without a line here
+for _name, _value in vars(RunHooks).items():
+    if callable(_value) and not _name.startswith("_") and _name not in vars(HookList):
+        setattr(HookList, _name, _to_each(_name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raafl.core.hooks import HookList, RunHooks
 
 
@@ -35,3 +37,19 @@ def test_an_observer_that_overrides_nothing_asks_for_nothing():
     nothing = HookList(RunHooks())
     assert nothing.on_measured(0, 0.0, {"loss": 1.0}) == {"loss": 1.0}
     assert nothing.stop_asked() is None and not nothing.checkpoint_due()
+
+
+ANSWERS = {"on_measured", "figures", "stop_asked", "checkpoint_due"}
+"""Hooks whose results of several observers become one; the others return nothing."""
+HOOKS = sorted(
+    name for name, value in vars(RunHooks).items() if callable(value) and name[0] != "_" and name not in ANSWERS
+)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_each_hook_reaches_each_observer_with_its_arguments(name, monkeypatch):
+    calls = []
+    monkeypatch.setattr(RunHooks, name, lambda self, *args, **kwargs: calls.append((self, args, kwargs)))
+    first, second = RunHooks(), RunHooks()
+    getattr(HookList(first, second), name)(1, 2.0, more=3)
+    assert calls == [(one, (1, 2.0), {"more": 3}) for one in (first, second)]

@@ -86,16 +86,17 @@ def _chosen_cells(result: dict[str, Any], also: str) -> Cells:
     wanted = {*_SHOWN, metric, *(title.strip() for title in also.split(","))}
     prefixes = ("minus ", "s to ")
     places = [i for i, title in enumerate(table[0]) if title in wanted or title.startswith(prefixes)]
-    gap = next(i for i, title in enumerate(table[0]) if title.startswith("minus "))
+    gaps = [i for i, title in enumerate(table[0]) if title.startswith("minus ")]  # none where there is one row
     failed = [
         f"{line[0]} ({found[0]})" if (found := re.findall("[0-9]+ failed", line[-1])) else line[0] for line in table
     ]
     for line, label in zip(table, failed, strict=True):
         line[0] = label
-        if line is not table[0] and "±" in line[gap]:
-            shown = not line[gap].endswith(" (not shown)")
-            line[gap] = f"**{line[gap]}**" if shown else line[gap].removesuffix(" (not shown)")
-        line[gap] = line[gap].removesuffix(" (one seed)")
+        for gap in gaps:
+            if line is not table[0] and "±" in line[gap]:
+                shown = not line[gap].endswith(" (not shown)")
+                line[gap] = f"**{line[gap]}**" if shown else line[gap].removesuffix(" (not shown)")
+            line[gap] = line[gap].removesuffix(" (one seed)")
     return [[line[i] for i in places] for line in table]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pandas
 import pytest
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
+import raafl
+from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from tests.helpers.small_federations import federation, small_net
 from tests.helpers.small_runs import digits, small_mlp
@@ -32,6 +35,12 @@ class Stream(IterableDataset):
         (small_mlp(), digits(), {"loss": F.mse_loss}, "has its own training_step"),
         (small_mlp, 3, {}, "data is 3: give a LightningDataModule"),
         (small_mlp, (3, 4), {}, "train is int: give a data set"),
+        (
+            small_mlp,
+            (pandas.DataFrame({"a": [1]}), None),
+            {},
+            "train is DataFrame, whose columns, not rows, are read by index: give torch.utils.data.TensorDataset",
+        ),
         (small_mlp, type(digits()), {}, r"data is the class Digits: give an object, Digits\(...\)"),
         (
             small_mlp,
@@ -93,3 +102,46 @@ def test_fit_without_ranks_says_how_to_get_them(tmp_path):
         federation().fit(small_mlp, digits())
     with pytest.raises(BadInput, match="no run is in progress"):
         federation().stop()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("dirichlet", r"partition is 'dirichlet': give an object, such as raafl\.data\.Dirichlet\(alpha=0\.5\)"),
+        (Dirichlet, r"partition is the class Dirichlet: give an object, Dirichlet\(\.\.\.\)"),
+        (
+            {"class_path": "raafl.data.Dirichlet", "init_args": {"alpha": 0.3}},
+            r"give an object, such as raafl\.data\.Dirichlet\(alpha=0\.3\)",
+        ),
+    ],
+)
+def test_a_partition_that_is_no_object_is_told_how_to_be_one(wrong, message):
+    with pytest.raises(BadInput, match=message):
+        raafl.Federation("fed_avg", partition=wrong)
+    if isinstance(wrong, dict):
+        with pytest.raises(BadInput, match=r"give an object, such as raafl\.fed_avg\(mu=1\), or its name"):
+            raafl.Federation({"class_path": "raafl.fed_avg", "init_args": {"mu": 1}})
+
+
+def test_a_setting_that_is_assigned_later_is_refused_since_no_run_reads_it():
+    fed = federation()
+    with pytest.raises(
+        BadInput, match=r"^max_updates is set to 3, .* raafl\.Federation\(\.\.\., max_updates=\.\.\.\)$"
+    ):
+        fed.max_updates = 3
+    fed.callbacks, fed.clients = [], 2
+    assert repr(fed).startswith("Federation(fed_avg, clients=2, ")
+
+
+def test_plan_and_axes_name_an_argument_that_they_lack_and_take_one_name_or_rate():
+    fed = federation()
+    with pytest.raises(BadInput, match=r"^there is no argument 'optimiser': did you mean 'optimizer'\?$"):
+        fed.plan(small_mlp, digits(), optimiser=3)
+    names = [one.name.split()[0] for one in fed.plan(small_mlp, digits(), algorithms="fed_buff").plan.algorithms]
+    assert names == ["fed_avg", "fed_buff"]
+    assert list(fed.axes(small_mlp, digits(), rates=0.5).facts["rates"]) == ["0.5"]
+
+
+def test_a_long_setting_is_cut_with_dots():
+    fed = raafl.Federation("fed_avg", partition=Dirichlet(alpha=0.5), max_updates=8)
+    assert repr(fed).endswith("partition=Dirichlet(test_share=0.0, validation_share=0.0, alpha=0.5..., max_updates=8)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import dataclasses
 import logging
 import os
 import subprocess
@@ -29,6 +28,9 @@ from raafl.api.python_objects import objects
 from raafl.api.settings import (
     Settings,
     algorithm_of,
+    brief_repr,
+    check_attribute,
+    check_how,
     config_of,
     count_of,
     devices_of,
@@ -143,19 +145,17 @@ class Federation:
         self._fields = fields_of(settings)
         self._observer: CallbackHooks | None = None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse an attribute that no run would read."""
+        check_attribute(name, value)
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
-        given = {f.name: f for f in dataclasses.fields(Experiment)}
-        shown = [
-            f"{name}={without_addresses(repr(value))[:60]}" for name, value in self._fields.items() if name in given
-        ]
+        shown = [f"{name}={brief_repr(value)}" for name, value in self._fields.items()]
         named = [getattr(device, "name", device) for device in self.devices] if isinstance(self.devices, list) else []
         devices = f"[{', '.join(map(str, named[:6]))}{', ...' * (len(named) > 6)}]" if named else self.devices
-        parts = [
-            self.algorithm.name,
-            f"clients={self.clients or 'by devices, ranks or 10'}",
-            f"devices={devices}",
-            *shown,
-        ]
+        clients = self.clients or "by devices, ranks or 10"
+        parts = [self.algorithm.name, f"clients={clients}", f"devices={devices}", *shown]
         parts += [f"callbacks={self.callbacks}"] if self.callbacks else []
         return f"Federation({', '.join(parts)})"
 
@@ -314,7 +314,7 @@ class Federation:
         Args:
             module: model, as for `simulate`.
             data: training and test data, as for `simulate`.
-            algorithms: names of further algorithms to predict; ("all",) = all.
+            algorithms: name or names of further algorithms to predict; "all" = all.
             how: arguments loss, optimizer, metrics, batch_size and collate_fn, as for `simulate`.
 
         Returns:
@@ -329,14 +329,14 @@ class Federation:
             return plan_report(self._predicted_experiment(module, data, how), algorithms)
 
     def axes(
-        self, module: object, data: object = None, *, rates: Sequence[float] = (0.5, 0.25), **how: Any
+        self, module: object, data: object = None, *, rates: float | Sequence[float] = (0.5, 0.25), **how: Any
     ) -> AxesReport:
         """List a model's axes (dimensions that shrink together), the shares that rates keep, and dimensions that cannot shrink.
 
         Args:
             module: model, as for `simulate`.
             data: data of which two samples prove each axis, as for `simulate`.
-            rates: shares of each axis, above 0 and at most 1, whose remaining parameters and FLOPs are computed.
+            rates: share or shares of each axis, above 0 and at most 1, whose remaining parameters and FLOPs are computed.
             how: arguments loss, optimizer, metrics, batch_size and collate_fn, as for `simulate`.
 
         Returns:
@@ -363,6 +363,7 @@ class Federation:
 
         `how`: the caller's arguments loss, optimizer, metrics, batch_size and collate_fn.
         """
+        check_how(how)
         of_trainer, fields = getattr(type(module), "for_federation", None), self._fields
         if of_trainer is None and data is None:
             raise BadInput("data is missing: give a LightningDataModule, or a pair (train, test) of data sets")

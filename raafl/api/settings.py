@@ -19,6 +19,7 @@ from raafl.config.messages import unknown
 from raafl.config.options import Engine, Samples, SubmodelOptions, Timeouts
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.options import Compress, FabricOptions, Guard, Privacy, Rounds, SecureAggregation
+from raafl.data.partition import Partition
 from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file, num_devices
 from raafl.devices.profiles import Device
@@ -28,6 +29,7 @@ from raafl.rules import recorded_revision
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"
 }
+_HOW = ("loss", "optimizer", "metrics", "batch_size", "collate_fn")
 _HERE = "raafl.api.python_objects"
 
 
@@ -112,6 +114,10 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise BadInput(unknown(f"Federation has no '{name}'", name, [*known, *_FLAT]))
     check_types({name: value for name, value in given.items() if name not in SECTIONS}, field_types())
+    if "partition" in given and not isinstance(given["partition"], Partition):
+        raise BadInput(
+            f"partition is {briefly(given['partition'])}: {_as_object(given['partition'], 'raafl.data.Dirichlet(alpha=0.5)')}"
+        )
     for group, cls in SECTIONS.items():
         value = given.get(group)
         if isinstance(value, Mapping):
@@ -130,6 +136,16 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
             more = {"num_epochs": None} if "num_steps" in flat[group] and group not in given else {}
             given[group] = dataclasses.replace(earlier, **{**more, **flat[group]})
     return given
+
+
+def _as_object(value: Any, example: str) -> str:
+    """Tell how to create the object that is needed in place of a class, or of a config's class_path and init_args."""
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+        given = value.get("init_args") or {}
+        example = f"{value['class_path']}({', '.join(f'{name}={item!r}' for name, item in dict(given).items())})"
+    elif isinstance(value, type):
+        return f"give an object, {value.__name__}(...)"
+    return f"give an object, such as {example}"
 
 
 def plain_value(name: str, value: Any) -> Any:
@@ -166,8 +182,12 @@ def algorithm_of(algorithm: Any) -> Algorithm:
 
         return auto()
     if not isinstance(algorithm, Algorithm):
-        made = f"what it makes, raafl.{algorithm.__name__}()" if callable(algorithm) else "one, such as raafl.fed_raa()"
-        raise BadInput(f"algorithm is {briefly(algorithm)}: give {made}, or its name")
+        made = (
+            f"give what it makes, raafl.{algorithm.__name__}()"
+            if callable(algorithm)
+            else _as_object(algorithm, "raafl.fed_raa()")
+        )
+        raise BadInput(f"algorithm is {briefly(algorithm)}: {made}, or its name")
     return algorithm
 
 
@@ -273,6 +293,28 @@ def _plain(value: object) -> object:
             named = {name: item for name, item in named.items() if name in value.given or name not in FIGURES}
         return {name: _plain(item) for name, item in named.items()}
     return str(value) if isinstance(value, Path) else qualified_name(value)
+
+
+def check_attribute(name: str, value: object) -> None:
+    """Raise `BadInput` if a run would not read an attribute that is set on a `Federation`."""
+    if name not in ("algorithm", "callbacks", "clients", "devices", "on_interrupt") and not name.startswith("_"):
+        raise BadInput(
+            f"{name} is set to {briefly(value)}, which has no effect on a federation that exists: "
+            f"give it to a new one, raafl.Federation(..., {name}=...)"
+        )
+
+
+def check_how(how: Mapping[str, Any]) -> None:
+    """Raise `BadInput` if there is no such argument about a module or its data."""
+    for name in how:
+        if name not in _HOW:
+            raise BadInput(unknown(f"there is no argument '{name}'", name, _HOW))
+
+
+def brief_repr(value: object) -> str:
+    """Return the `repr` of a value on one short line, cut with dots, without memory addresses."""
+    text = without_addresses(repr(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def without_addresses(text: str) -> str:

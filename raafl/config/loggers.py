@@ -186,6 +186,8 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
 
     if init.get("id") is None and before:
         init["id"] = before.get("id")
+    if init.get("anonymous") is None:  # Lightning passes it always, and W&B warns of it
+        init.pop("anonymous", None)
     init.setdefault("settings", wandb.Settings(init_timeout=_WANDB_INIT_S, console="off"))
     chosen = getattr(logger, "_offline", False) or init.get("mode") or os.environ.get("WANDB_MODE")
     later = f"to send it later: wandb sync {init.get('dir') or '.'}/wandb/offline-run-*"

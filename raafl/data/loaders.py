@@ -152,6 +152,11 @@ def check_dataset(what: str, dataset: object) -> None:
         )
     if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise BadInput(f"{what} is {kind}: give a data set with __len__ and __getitem__")
+    if hasattr(dataset, "iloc"):
+        raise BadInput(
+            f"{what} is {kind}, whose columns, not rows, are read by index: give "
+            "torch.utils.data.TensorDataset(torch.tensor(frame[COLUMNS].to_numpy()), torch.tensor(frame[LABEL].to_numpy()))"
+        )
     if len(dataset) == 0:
         raise BadInput(f"{what} is {kind} without any samples: check how it is read")
 

@@ -118,6 +118,7 @@ def test_wandb_offline_has_it_all_and_goes_on_with_a_resumed_run(tmp_path):
         done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     keyless, keyed, resumed = map(json.loads, done.stdout.splitlines())
+    assert "anonymous" not in done.stderr, "W&B warns of an argument that Lightning passes"
     assert done.stderr.count("there is no API key, so it logs offline") == 2
     assert keyless["warnings"] == [] and len(keyed["warnings"]) == 1
     assert keyed["warnings"][0].startswith(f"logger WandbLogger: {url} does not answer, so it logs offline")

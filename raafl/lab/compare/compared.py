@@ -14,6 +14,7 @@ from raafl.lab.compare.comparison import Comparison, Options, folder_of, of_fiel
 from raafl.lab.compare.runs import Run, Runner, check_distinct, resolve
 from raafl.lab.compare.search import Trial, check_space, run_studies, run_trials, trials_of
 from raafl.log import console
+from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.lab.compare.processes import Cluster
@@ -62,7 +63,7 @@ class ComparisonResult:
 
         table = report.cells(self.result)
         drawn = curve_svg(report.groups_of(self.result, self.folder), self.result["metric"])
-        title = f"{self.result['name']}: {len(self.result['rows'])} rows in {self.folder}"
+        title = f"{self.result['name']}: {quantity(len(self.result['rows']), 'row')} in {self.folder}"
         return fragment(title, rows_html("", table[0], table[1:]), drawn, notes=self._sentences())
 
 

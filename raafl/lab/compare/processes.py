@@ -183,13 +183,14 @@ def ranks_log(log: Path) -> Path:
 
 def set_up_process(log: Path) -> None:
     """Prepare a new process, from inside: send its output to the file ``log``, lock the file, and end with the parent."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
     os.setsid()  # a new session: a Ctrl-C at the terminal reaches only the parent, which passes it on once
     with log.open("ab", buffering=0) as file:
         _lock(file.fileno(), log)
         # a lock of the open file lasts as long as any of its descriptors, so also while the output goes there
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    # only now, since a Ctrl-C that has been waiting raises here, and its traceback belongs into the file
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -198,13 +198,14 @@ def cells(result: Mapping[str, Any]) -> Cells:
     searched = any(row.get("searched") for row in rows)
     figures = [(name, title) for name, title in _FIGURES if any(name in row for row in rows)]
     head = ["row", *(["settings"] if searched else []), *(["published"] if published else []), metric]
-    head += [f"minus {reference}", *(f"s to {target}" for target in targets), *(title for _, title in figures), "seeds"]
+    compared = [f"minus {reference}"] if len(rows) > 1 else []
+    head += [*compared, *(f"s to {target}" for target in targets), *(title for _, title in figures), "seeds"]
     table = [head]
     for row in rows:
         line = [row["row"]]
         line += [" ".join((row.get("searched") or {}).get("settings", []))] if searched else []
         line += [str(row.get("published", ""))] if published else []
-        line += [with_interval(row.get("final")), difference(row.get("difference"))]
+        line += [with_interval(row.get("final")), *(difference(row.get("difference")) for _ in compared)]
         line += [time_cell(row["time_to"][target]) for target in targets]
         line += [short(row[name]["mean"]) if name in row else "" for name, _ in figures]
         table.append([*line, str(len(row["seeds"])) + (f" ({row['failed']} failed)" if row["failed"] else "")])

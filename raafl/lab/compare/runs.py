@@ -150,6 +150,13 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
             "simulate", [*with_paths(["--config", config]), *options, "--seed", str(seed), "--progress", "quiet"]
         )
         row.experiment.check()
+        for name in _class_paths(yaml.safe_load(row.config_yaml)):
+            if name.startswith("__main__."):
+                raise BadInput(
+                    f"{name} is a class of this notebook or script, but each run of a comparison is a process of its own: "
+                    "write the class into a file (in a notebook with %%writefile my_model.py), and name it "
+                    f"my_model.{name.rpartition('.')[2]}"
+                )
     except BadInput as error:
         raise BadInput(f"row '{label}': {error}") from None
     return row

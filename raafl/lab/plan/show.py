@@ -119,13 +119,14 @@ class PlanReport:
         return fragment(_head(self.plan), *(rows_html(*one) for one in tables), notes=notes)
 
 
-def plan_report(experiment: Experiment, algorithms: Sequence[str] | None) -> PlanReport:
+def plan_report(experiment: Experiment, algorithms: str | Sequence[str] | None) -> PlanReport:
     """Predict an experiment without training; the arguments are those of `raafl.lab.plan.plan.make_plan`."""
-    return PlanReport(make_plan(experiment, algorithms))
+    return PlanReport(make_plan(experiment, [algorithms] if isinstance(algorithms, str) else algorithms))
 
 
-def axes_report(experiment: Experiment, rates: Sequence[float]) -> AxesReport:
+def axes_report(experiment: Experiment, rates: float | Sequence[float]) -> AxesReport:
     """Find the axes of an experiment's model, and the share of parameters and FLOPs that remains at each rate."""
+    rates = [rates] if isinstance(rates, int | float) else rates
     for rate in rates:
         fraction("rates", rate)
     experiment.check()

@@ -13,6 +13,7 @@ import time
 import pytest
 import yaml
 
+import raafl
 from raafl.commands.compare import compare
 from raafl.config.argv import with_paths
 from raafl.config.parse import parse
@@ -197,6 +198,21 @@ def test_a_wrong_option_of_any_row_is_named_before_anything_runs(tmp_path):
     with pytest.raises(BadInput, match=r"row 'worse.*': .*clientz"):
         compare([file, "--output", str(tmp_path / "out"), "--no_page"])
     assert not list((tmp_path / "out").glob("runs/*"))
+
+
+def test_a_class_of_the_notebook_itself_is_refused_with_the_way_to_a_file(tmp_path, monkeypatch):
+    from model_zoo import MLP
+
+    here = type("Net", (MLP,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Net", here, raising=False)
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "model: {class_path: __main__.Net, init_args: {in_features: 64, hidden: [8]}}\n"
+        "data: {class_path: raafl.data.Digits}\nmax_updates: 2\n"
+    )
+    fields = {"config": str(config), "rows": {"A": "--algorithm fed_avg", "B": "--algorithm fed_buff"}, "seeds": [0]}
+    with pytest.raises(BadInput, match=r"^row 'A': __main__\.Net is a class of this .* %%writefile .* my_model\.Net$"):
+        raafl.compare(fields, output=tmp_path / "out")
 
 
 def test_a_metric_that_runs_do_not_measure_ends_the_first_of_them(tmp_path):

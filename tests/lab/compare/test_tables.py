@@ -36,6 +36,10 @@ def test_cells():
         ["C", "0.80 ± 0.20", "-0.10 ± 0.30 (not shown)", "never (1/2)", "2 (1 failed)"],
         ["D", "0.7", "+0.25 ± 0.12", "never (0/1)", "1"],
     ]
+    assert report.cells({**RESULT, "rows": ROWS[:1]}) == [
+        ["row", "accuracy", "s to 0.5", "seeds"],
+        ["A & B_1", "0.900 ± 0.010", "12.5 (2/2)", "2"],
+    ], "one row has no difference"
 
 
 def test_nothing_is_said_that_an_interval_does_not_show():

@@ -54,7 +54,7 @@ class Relay:
         rate from server to caller, None = unlimited.
         """
         self._until_bytes = until_bytes
-        self._target, self._rate, self._down_rate, self._every_s = target, bytes_per_s, down_bytes_per_s, every_s
+        self.target, self._rate, self._down_rate, self._every_s = target, bytes_per_s, down_bytes_per_s, every_s
         self._listener = socket.create_server((_HOST, 0))
         # the system doubles this; like a router's queue, it loses its content at a cut
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
@@ -105,7 +105,7 @@ class Relay:
             except OSError:
                 return
             try:
-                far = socket.create_connection((_HOST, self._target))
+                far = socket.create_connection((_HOST, self.target))
             except OSError:
                 near.close()
                 continue

@@ -31,7 +31,7 @@ from raafl.sites.server import Sites
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import ClientLogin, Credentials
-from raafl.transport.tcp.handover import digest_of
+from raafl.transport.tcp.handover import RUN_ENDED, RUN_FAILED, digest_of
 from raafl.transport.tcp.listener import Listener, Peer, TokenBucket, connect
 from raafl.transport.tcp.loop import SocketLoop
 from raafl.watch.progress import plain
@@ -260,7 +260,8 @@ class RunServer:
             return True
         if (state := run.state) in ("running", "submitted"):
             return False
-        raise Refused("no-run", f"run '{run.name}' has {state}: the server offers {self._offered()}")
+        reason = RUN_FAILED if state == "failed" else RUN_ENDED
+        raise Refused(reason, f"run '{run.name}' has {state}: the server offers {self._offered()}")
 
     def _offered(self) -> str:
         names = [name for name, run in self._runs.items() if run.is_kept]

@@ -102,6 +102,24 @@ def test_a_client_that_builds_its_model_while_the_run_ends_is_told():
         assert join(listener.address, 1, certificates.site(), build, needs_config=True, alone_s=1.0) == "max_updates"
 
 
+@pytest.mark.parametrize("reason", ["run-ended", "run-failed"])
+def test_a_client_does_not_look_again_for_a_run_that_is_over(monkeypatch, reason):
+    calls = []
+
+    def call(*_, **__):
+        calls.append(1)
+        raise Refused(reason, "here:1: run 'one' has ended: the server offers none now")
+
+    monkeypatch.setattr(transport, "connect", call)
+    expected = "here:1: run 'one' has ended: the server offers none now"
+    if reason == "run-failed":
+        with pytest.raises(RunFailed, match=f"^client 1: failed: {expected}$"):
+            join("127.0.0.1:1", 1, TOKEN, lambda _: None, needs_config=True)
+    else:
+        assert join("127.0.0.1:1", 1, TOKEN, lambda _: None, needs_config=True) == expected
+    assert len(calls) == 1
+
+
 def test_a_server_that_refuses_a_client_is_there(monkeypatch):
     def call(*_, **__):
         raise Refused("unknown-site", "not taken")

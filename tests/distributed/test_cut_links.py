@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,26 @@ def begun(relay):
     """Wait until half of an update is on its way, after whatever went before."""
     before = relay.up_bytes
     wait_for(lambda: relay.up_bytes > before + NUM_BYTES // 4, 100.0)
+
+
+@pytest.mark.long(
+    "tests/runtime/server/test_wall_clock.py::test_a_client_that_is_away_at_the_end_may_come_back_and_hear_of_it"
+)
+def test_a_client_whose_link_is_down_at_the_end_hears_of_it_when_it_comes_back(tmp_path, free_port):
+    """It would look for the server for waits.alone_s, a minute here."""
+    relay = Relay(free_port, RATE, None)
+
+    def go_down():
+        begun(relay)
+        relay.target = relay.port + 1 if relay.port + 1 != free_port else relay.port + 2  # where nobody listens
+        relay.cut()
+        time.sleep(2.5)  # until the run's time is up
+        relay.target = free_port
+
+    with fleet_over(relay, tmp_path, free_port, options=["--max_updates=null", "--max_time=2s"]) as fleet, relay:
+        run = served_while(fleet, free_port, go_down)
+        assert fleet.joiners[0].exit_code(10.0) == 0, fleet.joiners[0].words()
+    assert run.summary["finished"] == "max_time" and [row["outcome"] for row in run.rows()][-1] == "unused"
 
 
 @pytest.mark.long(

@@ -157,9 +157,16 @@ def test_a_client_is_led_to_the_run_that_it_asks_for(server):
             call(server, "three")
     with pytest.raises(PeerLost, match="stopped: the run has no process at the moment"):
         call(server, "one")
-    runs["one"].end(0)
-    with pytest.raises(Refused, match="run 'one' has completed: the server offers none now"):
-        call(server, "one")
+    for code, said in (
+        (0, r"run-ended: .*run 'one' has completed: the server offers none now"),
+        (1, r"run-failed: .*run 'one' has failed"),
+        (130, r"run-ended: .*run 'one' has stopped"),  # since it was asked to
+    ):
+        if code == 130:
+            runs["one"].stop()
+        runs["one"].end(code)
+        with pytest.raises(Refused, match=said):
+            call(server, "one")
 
 
 def test_nobody_on_the_way_can_lead_a_client_to_another_run(server, monkeypatch):

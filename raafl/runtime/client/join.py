@@ -21,6 +21,7 @@ from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, Resume, ToldT
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import Credentials
+from raafl.transport.tcp.handover import RUN_ENDED, RUN_FAILED
 from raafl.transport.tcp.resumable import Position, ResumableConnection
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
@@ -62,7 +63,10 @@ def join(
     site = None if needs_config else _told(make_site(None), say, certified=credentials.certified)
     search = _Search(transport.connect, address, alone_s, say, gate.wait)
     while True:
-        link = _Link(search, say)
+        try:
+            link = _Link(search, say)
+        except ToldToStop as told:
+            return _ended(client, told.reason)
         pair = gate.connection(link.connection)
         try:
             site = site or _told(make_site(_ask_config(pair)), say, certified=credentials.certified)
@@ -165,6 +169,7 @@ class _Search:
 
         Raises:
             RunFailed: the server has refused this client three times, or was not found within ``alone_s`` seconds.
+            ToldToStop: the port is that of many runs, of which this client's is over.
         """
         doubts, told = 0, False
         spare, self.spare = self.spare, None
@@ -176,6 +181,8 @@ class _Search:
             try:
                 return self._connect()
             except Refused as refused:
+                if refused.reason in (RUN_ENDED, RUN_FAILED):
+                    raise ToldToStop(("failed: " if refused.reason == RUN_FAILED else "") + refused.detail) from None
                 doubts += 1
                 if doubts >= _SURE:
                     raise RunFailed(f"the server at {self._address} refuses this client: {refused}") from None

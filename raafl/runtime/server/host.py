@@ -221,6 +221,13 @@ def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | Non
             assert isinstance(pair, TcpConnection)
             return LoopSession(loop, client, incarnation, pair, setup, server.inbox, known)
 
-        server.enter(client, make)
+        try:
+            server.enter(client, make)
+        except Refused as refused:
+            if (
+                refused.reason == "stopped" and refused.detail
+            ):  # the run is over, which a client that comes back would not learn later
+                connect().send(Message(Kind.STOP, meta=Reason(refused.detail).to_meta()), _AT_ONCE_S)
+            raise
 
     return admit

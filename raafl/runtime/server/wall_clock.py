@@ -42,6 +42,7 @@ _MAX_KEPT = 20  # number of tracebacks that are saved
 _MAX_LIVES = 8  # sessions that a client may have at once, with those that start or end
 _ABANDONED_S = 5.0  # seconds in which sessions must end after their connections are closed
 _TURN_S = 1.0  # longest turn of the loop that counts as a wait for clients; without events one takes 0.5 s
+_LOOK_S = 0.05  # seconds between two looks for clients that come back at the run's end
 _PARTING_S = 0.5  # seconds in which a replaced session may end by itself
 
 
@@ -153,7 +154,7 @@ class Server(Driver):
             return
         with self._enter_lock:
             if self._is_closed:
-                raise Refused("stopped", "the run has ended")
+                raise Refused("stopped", self._farewell)
             entering = sum(client == other for other, _ in self._entering)
             lives = entering + sum(client == session.client for _, session in list(self._leaving)) + 1
             if entering >= _MAX_ENTERING or lives >= _MAX_LIVES:
@@ -360,6 +361,22 @@ class Server(Driver):
                 self.progress.warn(f"the last evaluation did not end within waits.eval_s = {self.waits.eval_s:g} s")
         deadline = time.monotonic() + self.waits.stop_s
         for session in self.sessions.values():
+            session.join(timeout=max(deadline - time.monotonic(), 0.0))
+        if self.reason != "interrupted":
+            self._await_absent(deadline)
+
+    def _await_absent(self, deadline: float) -> None:
+        """Give clients whose connection broke during their last task time to come back, and to hear that the run is over."""
+        absent = set(self.coordinator.roster.away)
+        if absent:
+            self.note(f"{quantity(len(absent), 'client')} away may still come back and hear of the end")
+        while absent and time.monotonic() < deadline:
+            with self._enter_lock:
+                absent -= {client for client, _ in self._entering}
+            time.sleep(_LOOK_S)
+        with self._enter_lock:
+            entering = list(self._entering.values())
+        for session in entering:
             session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:

@@ -48,6 +48,9 @@ It returns False if that process is not there at the moment, raises `BlockingIOE
 and `Refused` if the run is not offered. It is called on the thread of the sockets.
 """
 
+RUN_ENDED, RUN_FAILED = "run-ended", "run-failed"
+"""Reason codes by which a client learns that the run it asks for is over, so that it does not try again."""
+
 PASSED = Refused("passed")
 """Result of `passing` for a connection that another process has."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,8 @@ from raafl.core.options import Guard, Privacy, Rounds
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import with_options
 from raafl.runfolder.journal import FolderLock
-from raafl.runtime.server.host import _seldom_collecting, host, waits_note
-from raafl.transport import Transport
+from raafl.runtime.server.host import _admit, _seldom_collecting, host, waits_note
+from raafl.transport import Kind, Refused, Transport
 from tests.helpers.small_runs import digits, small_mlp
 
 
@@ -85,3 +86,18 @@ def test_garbage_is_collected_the_less_often_the_more_clients_there_are():
             assert gc.get_threshold() == (0, 9, 8)
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail", "told"), [("stopped", "max_updates", 1), ("stopped", "", 0), ("busy", "come later", 0)]
+)
+def test_a_client_that_comes_when_the_run_is_over_is_told_so(reason, detail, told):
+    def enter(client, make):
+        raise Refused(reason, detail)
+
+    sent, parts = [], SimpleNamespace(clients=[None], experiment=SimpleNamespace(clients=1))
+    connection = SimpleNamespace(send=lambda message, timeout_s: sent.append((message.kind, message.meta["reason"])))
+    admit = _admit(SimpleNamespace(parts=parts), SimpleNamespace(enter=enter), None, None)
+    with pytest.raises(Refused, match=reason):
+        admit(1, "here", lambda: connection)
+    assert sent == [(Kind.STOP, detail)] * told

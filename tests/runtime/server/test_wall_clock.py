@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +33,17 @@ class Life:
     def stop(self, reason: str, wait_s: float = 0.0) -> None:
         self.stopped.append(reason)
 
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
 
 def server() -> Server:
     parts = {"state": None, "payload": None, "algorithm": fed_avg()}
     coordinator: Any = SimpleNamespace(
-        roster=SimpleNamespace(joins=Counter()), overlap=False, works_ahead=False, **parts
+        roster=SimpleNamespace(joins=Counter(), away=set()), overlap=False, works_ahead=False, **parts
     )
     unused: Any = SimpleNamespace()
     return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go
@@ -135,6 +143,32 @@ def test_clients_on_their_way_in_are_told_of_the_end_and_so_are_those_that_come_
         (1, ["max_updates"], True),
         (2, ["max_updates"], True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "comes", "waits"), [("max_updates", True, True), ("target", False, True), ("interrupted", False, False)]
+)
+def test_a_client_that_is_away_at_the_end_may_come_back_and_hear_of_it(reason, comes, waits):
+    house = server()
+    house.waits, house.reason = replace(house.waits, stop_s=20.0 if comes else 0.3), reason
+    house.coordinator.roster.away = {1}
+    caller = threading.Timer(0.1, lambda: house.enter(1, lambda incarnation: Life(1, incarnation)))
+    if comes:
+        caller.start()
+    since = time.monotonic()
+    house._end()
+    took_s = time.monotonic() - since
+    assert took_s < 10.0 and (took_s >= (0.1 if comes else 0.3)) == waits
+    assert [life.stopped for life in house._entering.values()] == ([[reason]] if comes else [])
+
+
+def test_a_client_that_comes_once_all_is_closed_is_refused_for_the_reason_of_the_end():
+    house = server()
+    house.reason = "max_updates"
+    house._end()
+    house.close()
+    with pytest.raises(Refused, match=r"^stopped: max_updates$"):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
 
 
 def test_the_clock_stands_until_the_first_task_however_long_clients_take_to_come():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 4
+CURRENT: Final = 5
 """Revision of a new run."""
 
 _BEFORE_NUMBERS: Final = 1
@@ -74,6 +74,8 @@ class Rules:
     """Whether tasks on a GPU train with fused or capturable optimizers, and captured steps, as `fabric.capture` says."""
     times_by_launches = _Since(4)
     """Whether a step on a GPU takes the longer of its launches by the host and its kernels on the device, not their sum."""
+    follows_reads = _Since(5)
+    """Whether a step of a large model that reads values, or whose optimizer is fused, is followed without values."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

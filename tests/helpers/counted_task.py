@@ -53,6 +53,13 @@ _ATTENTION = {
 }
 
 
+def flop_counter() -> FlopCounterMode:
+    """Return torch's counter of FLOPs, with a processor's attention, which older versions of torch do not count."""
+    return FlopCounterMode(
+        display=False, custom_mapping={k: v for k, v in _ATTENTION.items() if k not in flop_registry}
+    )
+
+
 def _images(channels: int, size: int) -> list[torch.Tensor]:
     return [torch.randn(BATCH, channels, size, size), torch.arange(BATCH) % 10]
 
@@ -177,9 +184,7 @@ class Setting:
         if task.num_steps is not None:
             task = replace(task, num_steps=min(task.num_steps, 2))
         data = ClientData(TensorDataset(*self.rows), torch.arange(BATCH), batch_size=BATCH)
-        counter = FlopCounterMode(
-            display=False, custom_mapping={k: v for k, v in _ATTENTION.items() if k not in flop_registry}
-        )
+        counter = flop_counter()
         trainer, received = self._trainer(task)
         with counter:
             update = trainer.run(task, received, data, self._context)

@@ -15,7 +15,10 @@ import raafl
 from raafl.config.parse import load_experiment
 from raafl.config.trust import from_server
 from raafl.errors import BadInput, RunFailed
+from raafl.submodel import FULL, Submodels
+from raafl.submodel.isolated_run import loss_of, settle
 from tests.helpers import small_trainers
+from tests.helpers.counted_task import flop_counter
 from tests.helpers.small_trainers import classifier, dpo, kto, reward, sft
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
@@ -109,6 +112,21 @@ def test_clients_train_smaller_models(make: Any, tmp_path: Path) -> None:
     specs = {row["spec"] for row in result.clients}
     assert all("ffn" in spec and "heads" in spec for spec in specs), specs
     assert "loss" in result.final and all(row["outcome"] == "merged" for row in result.clients[:3])
+
+
+def test_the_cost_of_a_large_bert_is_that_of_a_measured_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer reads the number of labels, and has a fused AdamW; a model above `LARGE` is followed without values."""
+    monkeypatch.setattr("raafl.submodel.cost.ledger.LARGE", 0)
+    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
+    found = raafl.from_trainer(classifier(tmp_path, gradient_accumulation_steps=1))
+    module, batch = found.module, next(iter(found.data.train_dataloader()))
+    submodels = Submodels(module, batch)
+    cost, real = submodels.cost(FULL, 2), submodels.shrink(FULL, device="cpu").module.train()
+    settle(real)
+    with flop_counter() as counter:
+        loss_of(real, batch).backward()
+    assert cost.guessed == ""
+    assert 2 * cost.flops_per_sample == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 def test_compute_metrics_sees_the_whole_evaluation(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _ate
 _OVERWRITES = frozenset({_aten.copy_, _aten.zero_, _aten.fill_})
 _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten.addcdiv_})
 """In-place operations of optimizers; without values they do nothing, though torch takes its time for them."""
+_FUSED = {_aten._fused_adam_, _aten._fused_adamw_, _aten._fused_sgd_, _aten._fused_adagrad_}
+"""Steps of whole optimizers in one operation; not all of them have a kernel for the meta device."""
 _LOOP_LAUNCHES, _LOOP_BYTES = 0.22, 0.5
 """Factors of an operation's launch and bytes within a loop of torch's own, where no Python runs between two operations, and
 an operand was written just before, so that it is in a cache. Measured with GRUs and RNNs: 2 to 4 us of 12 to 17 us."""
@@ -63,6 +65,7 @@ class Ledger(TorchDispatchMode):
     `asked`: whether the code has tested if any element of a tensor is true, as a mixture of experts does to find an
     expert's samples; tests for NaN or infinity do not count.
     `some`: result that such a test gets.
+    `stand_in`: number that code gets which reads a value of a tensor without values; None = it gets an error.
     """
 
     def __init__(self, held: Iterable[Tensor] = (), rules: Rules | None = None) -> None:
@@ -78,6 +81,7 @@ class Ledger(TorchDispatchMode):
         self._in_loop = False
         self._zero_share: dict[int, float] = {}
         self.asked = self.some = False
+        self.stand_in: int | None = None
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._answers = WeakIdKeyDictionary()
         for tensor in held:
@@ -103,8 +107,13 @@ class Ledger(TorchDispatchMode):
             return about_some and self.some  # unless ``some`` is set, no mask is all ones and nothing is NaN
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        if self.stand_in is not None and (read := _read(func, args, kwargs, self.stand_in)) is not None:
+            return read
         packet, form = func._overloadpacket, cached_result(func, args, kwargs)
-        result = args[0] if packet in _CHANGES and args[0].is_meta else run(func, args, kwargs, form)
+        if packet in _FUSED and args[0] and args[0][0].is_meta:
+            result = None
+        else:
+            result = args[0] if packet in _CHANGES and args[0].is_meta else run(func, args, kwargs, form)
         if packet is _aten.any and isinstance(result, Tensor):
             self._answers[result] = self._answers.get(args[0], True)  # type: ignore[no-untyped-call]
         elif _finds_nothing(packet, args):
@@ -269,6 +278,18 @@ def launches_of(
         float(sum(update.values())),
         (*found, *((1.0, 0.0, float(num_bytes)) for num_bytes in moved.values())),
     )
+
+
+def _read(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], stand_in: int) -> object:
+    """Return the stand-in for what an operation reads of a tensor without values; None if it reads nothing of such a one."""
+    if func not in (_aten._local_scalar_dense.default, _aten._to_copy.default) or not args[0].is_meta:
+        return None
+    if func is _aten._local_scalar_dense.default:
+        return float(stand_in) if args[0].is_floating_point() else stand_in
+    device = kwargs.get("device")
+    if device is None or device.type == "meta":
+        return None
+    return torch.full(args[0].shape, stand_in, dtype=kwargs.get("dtype") or args[0].dtype, device=device)
 
 
 def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -129,7 +130,8 @@ def predict(
     """Predict the cost of training a submodel by running one step without values, on the meta device.
 
     `training_step`, its backward pass and the optimiser's step are run, and the memory in use is tracked. A step that
-    needs values, for example to assign samples to experts, is run on random ones instead. If that also fails, the cost
+    needs values, for example to assign samples to experts, is run on random ones instead, or in a large model with two
+    numbers in place of what it reads, if its cost is the same for both. If that also fails, the cost
     is estimated: the FLOPs are three times those of a forward pass, and all gradients are assumed to be in memory
     together with all activations. Without an example batch, the estimate is 6 FLOPs for each trained parameter, and no
     memory for activations.
@@ -220,7 +222,7 @@ def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
     found, failure = _without_values(begin, spec, on_values)
     if found is not None:
         return found
-    if failure is not None and (followed := on_values()) is not None:
+    if failure is not None and (followed := on_values() or _whatever_it_reads(begin, spec)) is not None:
         return followed
     run = begin(spec)
     if failure is not None and spec != FULL and _runs_whole(begin):
@@ -244,7 +246,7 @@ def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
     """Predict the cost of a step of a method's task; return it with the bytes of module and batch, or raise the step's error."""
     found, failure = _without_values(begin, spec, on_values)
-    found = on_values() if found is None else found
+    found = found or on_values() or (None if failure is None else _whatever_it_reads(begin, spec))
     if found is None:
         raise failure or NotImplementedError("there is no example batch")
     return found
@@ -267,6 +269,27 @@ def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Foll
                 return (step, run.held_bytes), None
             return on_values() or (_with_some(begin, spec, default, step), run.held_bytes), None
     return None, failure
+
+
+def _whatever_it_reads(begin: Begin, spec: Spec) -> Followed | None:
+    """Run a step that reads values without values, for two numbers in their place; None if it fails or its cost depends on them.
+
+    So a loss that is logged costs what it does, while a size that is computed from data stays unknown.
+    """
+    for default in ("meta", "cpu"):
+        with suppress(*USER_ERRORS):
+            one, other = (_with_stand_in(begin(spec), default, number) for number in (1, 2))
+            return one if one == other else None
+    return None
+
+
+def _with_stand_in(run: _Run, default: str, number: int) -> Followed | None:
+    """Run a step with a number in place of what it reads; None if it asks for conditions, or an older rule leaves it a guess."""
+    if not run.rules.follows_reads:
+        return None
+    run.ledger.stand_in = number
+    step = run.step(default)
+    return None if run.ledger.asked else (step, run.held_bytes)
 
 
 def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_size: int) -> Followed | None:
@@ -330,7 +353,7 @@ class _Run:
         """Create a ledger that counts no memory of the module, the batch and the tensors ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
 
-        self.module, self.batch = module, batch
+        self.module, self.batch, self.rules = module, batch, rules
         settle(self.module)
         held = [*self.module.parameters(), *self.module.buffers(), *batch_tensors(batch)]
         held = [x for x in held if x.layout == torch.strided]  # sparse tensors have no storage
@@ -418,7 +441,7 @@ class _Run:
         self.optimizers = _optimizers(self.module.configure_optimizers())
 
     def _optimise_again(self) -> None:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _fused_without_values() if self.rules.follows_reads else nullcontext():
             for optimizer in self.optimizers:
                 optimizer.step()
 
@@ -549,6 +572,18 @@ def _backward(loss: torch.Tensor) -> None:
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+@contextmanager
+def _fused_without_values() -> Iterator[None]:
+    """Let fused optimizers take tensors without values in this context; torch has a list of devices that it checks them by."""
+    optimizer: Any = import_module("torch.optim.optimizer")
+    devices = optimizer._get_fused_kernels_supported_devices
+    optimizer._get_fused_kernels_supported_devices = lambda: [*devices(), "meta"]
+    try:
+        yield
+    finally:
+        optimizer._get_fused_kernels_supported_devices = devices
 
 
 def _optimizers(answer: object) -> list[Optimizer]:

@@ -12,8 +12,10 @@ from model_zoo import MLP
 from raafl.errors import BadInput
 from raafl.lab.plan.plan import make_plan
 from raafl.lab.plan.show import text
+from raafl.rules import Rules
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
+from raafl.submodel.cost.ledger import Ledger
 from tests.helpers.small_runs import experiment
 
 LABELS = torch.zeros(2, dtype=torch.long)
@@ -95,18 +97,70 @@ def test_a_batch_whose_samples_cannot_be_counted_leaves_a_guess():
     assert Submodels(Own(True), Hidden(X)).cost(FULL, 6).guessed
 
 
-def test_a_large_model_whose_step_reads_values_is_three_forward_passes(monkeypatch):
+class ReadsSize(MLP):
+    """A step that computes a size from the data, so that its cost depends on a value."""
+
+    def training_step(self, batch, batch_idx):
+        some = torch.ones(int(batch[1].sum().item()) + 1)
+        return super().training_step(batch, batch_idx) + 0 * some.sum()
+
+
+def test_a_large_model_whose_step_reads_values_costs_what_it_does_without_them(monkeypatch):
     say_large(monkeypatch)
-    cost = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS)).cost(FULL, 4)
-    assert cost.flops_per_sample == 6 * (8 * 7 + 7 * 3)
-    assert cost.guessed.startswith("the training step cannot be followed without values (RuntimeError: ")
-    assert cost.guessed.endswith("): three times its forward pass counts")
+    batch = (torch.zeros(2, 8), LABELS)
+    plain, reads = (Submodels(kind(8, (7,), 3), batch).cost(FULL, 4) for kind in (MLP, Reads))
+    assert reads == plain and reads.guessed == ""
+    older = Submodels(Reads(8, (7,), 3), batch, rules=Rules(4)).cost(FULL, 4)
+    sized = Submodels(ReadsSize(8, (7,), 3), batch).cost(FULL, 4)
+    for guess in (older, sized):
+        assert guess.flops_per_sample == 6 * (8 * 7 + 7 * 3)
+        assert guess.guessed.startswith("the training step cannot be followed without values (RuntimeError: ")
+        assert guess.guessed.endswith("): three times its forward pass counts")
+
+
+class Fused(MLP):
+    optimizer = None
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+FUSED = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, fused=True, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_moves_without_values_what_it_does_with_them(name, monkeypatch):
+    """The reference is the same ledger around a step on the CPU, which runs torch's fused kernel."""
+    monkeypatch.setattr(Fused, "optimizer", staticmethod(FUSED[name]))
+    batch, model = (torch.zeros(2, 8), LABELS), Fused(8, (7,), 3)
+    cost, still = (Submodels(one, batch).cost(FULL, 2) for one in (model, Still(8, (7,), 3)))
+    assert cost.guessed == still.guessed == ""
+    optimizer = model.configure_optimizers()
+    for ledger in (Ledger(), second := Ledger()):  # the first step creates the optimizer's state
+        model.training_step(batch, 0).backward()
+        with ledger, torch.no_grad():
+            optimizer.step()
+    assert second.kernels[getattr(torch.ops.aten, f"_fused_{name}_")] == 1
+    assert 2 * (cost.moved_bytes_per_sample - still.moved_bytes_per_sample) == second.moved_bytes
+    assert 2 * (cost.kernels_per_sample - still.kernels_per_sample) == len(second.kernels)
+
+
+class Still(MLP):
+    """A model whose optimizer moves nothing."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=0.1)
 
 
 def test_a_run_and_a_plan_say_that_a_cost_is_a_guess_and_why(tmp_path, monkeypatch):
     say_large(monkeypatch)
     one, other = (
-        experiment(tmp_path / name, "fed_async", model=lambda: Reads(64, (4,), 10), max_updates=1) for name in "ab"
+        experiment(tmp_path / name, "fed_async", model=lambda: ReadsSize(64, (4,), 10), max_updates=1) for name in "ab"
     )
     why = "the training step cannot be followed without values (RuntimeError: "
     (warning,) = simulate(one)[0]["warnings"]

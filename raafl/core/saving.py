@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -202,11 +203,16 @@ def _group_to_json(group: SumGroup | None) -> dict[str, Any]:
 _LEFT_OUT = {"lr_scale": 1.0, "next_seed": None, "next_lr_scale": 1.0}
 """Default values of an assignment's fields; a field with its default is not written."""
 _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", *_LEFT_OUT))
+_values_of, _further_of = attrgetter(*_ASSIGNED), attrgetter(*_LEFT_OUT)
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
     """Convert an assignment to plain data for the wire and the journal, without later fields that have their defaults."""
-    data = {name: getattr(assignment, name) for name in _ASSIGNED}
-    extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
-    more = {name: getattr(assignment, name) for name in _LEFT_OUT if getattr(assignment, name) != _LEFT_OUT[name]}
-    return data | {"spec": assignment.spec.to_json()} | extra | more
+    data: dict[str, Any] = dict(zip(_ASSIGNED, _values_of(assignment), strict=True))
+    data["spec"] = assignment.spec.to_json()
+    if assignment.extra:
+        data["extra"] = dict(assignment.extra)
+    for (name, default), value in zip(_LEFT_OUT.items(), _further_of(assignment), strict=True):
+        if value != default:
+            data[name] = value
+    return data

@@ -169,7 +169,7 @@ class SelectContext:
             return self.training.nominal_samples(work, num_samples, self.batch_size)
         return self.training.trained_samples(work, num_samples, self.batch_size, self.drop_last)
 
-    def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
+    def task_time(self, client: ClientInfo, work: Work | Assignment) -> TaskTime:
         """Predict the seconds that ``client`` needs to download, train, evaluate and upload a task with this ``work``."""
         samples = self.samples(client.num_samples, work)
         spec = self.choose_base(client, work.spec, work.extra)

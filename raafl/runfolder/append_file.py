@@ -128,7 +128,7 @@ class AppendFile(Generic[Item]):
         data = self._encode(item)
         if self._file.closed:
             raise ValueError("the file is closed, so no row can be written to it")
-        if not self.failing:
+        if not (self._kept or self._num_new_dropped):
             try:
                 self._put(data)
                 self.num_rows += 1

@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -318,7 +319,7 @@ class RunFolder:
         The first row determines the columns. A metric that appears later gets a new column at the end, for which the
         file is rewritten once. Missing metrics are left empty.
         """
-        table, row = self._metrics, {name: _rounded(name, value) for name, value in row.items()}
+        table, row = self._metrics, _rounded(row)
         new = [name for name in row if name not in table.columns]
         if new:
             table.widen(new if table.columns else [*METRIC_COLUMNS, *(n for n in new if n not in METRIC_COLUMNS)])
@@ -335,7 +336,7 @@ class RunFolder:
         Raises:
             ValueError: `row` has a column that clients.csv cannot have.
         """
-        row = {name: _rounded(name, value) if type(value) is float else value for name, value in row.items()}
+        row = _rounded(row)
         if not row.keys() <= self._clients.names:
             self._widen_clients([name for name in row if name not in self._clients.names])
         self._clients.append(row)
@@ -434,12 +435,18 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
     return path
 
 
-def _rounded(name: str, value: object) -> object:
-    """Round times and shares to 12 digits, against errors of summation in the last digits; metrics stay exact."""
-    if type(value) is not float:
-        return value
-    is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
-    return float(f"{value:.12g}") if is_figure else value
+@lru_cache(maxsize=1024)
+def _is_figure(name: str) -> bool:
+    """Check whether a column holds times or shares; they are rounded to 12 digits, against errors of summation in the last."""
+    return name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
+
+
+def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Round the times and shares of a row; metrics stay exact."""
+    return {
+        name: float(f"{value:.12g}") if type(value) is float and _is_figure(name) else value
+        for name, value in row.items()
+    }
 
 
 # Lock a run folder, so that two processes never write the same run. The lock is on the folder itself (flock): it leaves

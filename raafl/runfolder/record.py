@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from raafl.core.saving import assignment_to_json, event_to_json
@@ -32,6 +33,10 @@ from raafl.submodel import FlatTensors
 
 if TYPE_CHECKING:
     from raafl.config.targets import Target
+
+
+_text_of = lru_cache(maxsize=1024)(str)
+"""Text of a submodel, cached since many tasks have the same."""
 
 
 class RunRecord:
@@ -175,7 +180,7 @@ class RunRecord:
                 "task": assignment.task,
                 "assignment": assignment.id,
                 "incarnation": assignment.incarnation,
-                "spec": str(assignment.spec),
+                "spec": _text_of(assignment.spec),
                 "region": assignment.region,
                 "version": assignment.version,
                 "staleness": settled.staleness,

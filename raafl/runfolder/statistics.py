@@ -115,13 +115,15 @@ class RunStatistics:
         tested = {} if update is None else _own_metrics(update, known)
         logged = {} if update is None else logged_values(update)
         if update is not None:
-            cells |= {"logged": logged} if logged else {}
+            if logged:
+                cells["logged"] = logged
             measured = update.metrics.get(PEAK, 0.0)
             if 0 < measured < MOST:
                 cells["measured_bytes"] = int(measured)
                 self._memory[1] = max(self._memory[1], measured)
-            cells |= {TESTED + name: value for name, value in tested.items()}
-            cells |= {f"{TESTED}num_samples": int(update.metrics[NUM_TESTED])} if tested else {}
+            if tested:
+                cells |= {TESTED + name: value for name, value in tested.items()}
+                cells[f"{TESTED}num_samples"] = int(update.metrics[NUM_TESTED])
         if settled.outcome == MERGED and assignment is not None:
             self._merged(settled.client, settled.version, assignment)
             if update is not None:
@@ -244,12 +246,17 @@ Sums = dict[str, list[float]]
 """Sum of weight times value, and sum of weights, by metric."""
 
 
+_NOT_LOGGED = frozenset({LOSS, PEAK})
+
+
 def logged_values(update: Update) -> dict[str, float]:
     """Return the values that `training_step` logged in a task, sorted by name."""
+    if update.metrics.keys() <= _NOT_LOGGED:
+        return {}
     found = (
         (sanitize_text(name, MAX_NAME), value)
         for name, value in update.metrics.items()
-        if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_METRIC
+        if name not in _NOT_LOGGED and not name.startswith(TEST) and abs(value) <= MAX_METRIC
     )
     return dict(sorted(islice(found, MAX_LOGGED)))
 

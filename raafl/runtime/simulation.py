@@ -24,7 +24,6 @@ from raafl.core.types import (
     Suspend,
     Timer,
     Update,
-    Work,
 )
 from raafl.devices.profiles import TaskTime
 from raafl.errors import USER_ERRORS, BadInput, TaskFailed
@@ -370,8 +369,7 @@ class Simulation(Driver):
         """Return the durations of a task's parts, if it starts now; its update can be sent from the time ``up_from_s`` on."""
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        time = fleet.task_time(client, work)
+        time = fleet.task_time(client, assignment)
         if more_bytes:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
         real = fleet.real_time(client, time, self.now, assignment.task, up_from_s)

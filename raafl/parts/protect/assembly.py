@@ -205,8 +205,9 @@ class Bounded(Wrapped):
         memory.measured = (update.assignment, norms, is_large)
         if not norms:  # `_measure` has found this update to be within all limits
             return None
-        most = self._most(state, memory, _accepted(state, memory, spec), norms)
-        return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
+        accepted = _accepted(state, memory, spec)
+        most = {name: self._most(state, memory, accepted, name) for name in norms}
+        return HUGE_NORM if any(norm > most[name] for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
         """Check by a trial merge whether this update and the waiting ones overflow; done only if one of them is large.
@@ -262,33 +263,50 @@ class Bounded(Wrapped):
         norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
         if numbers := self.innermost.numbers(update):
             norms["numbers"] = math.hypot(*numbers)
-        norms |= {name: _norm(buffers, None, part) for name, part in parts.items()}
+        for name, part in parts.items():
+            norms[name] = _norm(buffers, None, part)
         is_large = any(norm > SAFE for norm in norms.values()) or _is_near_half(state, update)
         if self.max_norm_ratio is None or self.sends == "delta":
             return norms, is_large
-        accepted, model = _accepted(state, memory, spec), _norm_of_model(state, memory)
-        most = self._most(state, memory, accepted, parts)
-        # twice the norm, since the model may have grown since it was measured
-        are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
-        if are_within and accepted.num % EVERY:
+        accepted = _accepted(state, memory, spec)
+        if self._are_within(state, memory, accepted, norms, parts) and accepted.num % EVERY:
             return {name: norm for name, norm in norms.items() if name not in parts}, is_large
         before = _before(state, spec)
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
-    def _most(
-        self, state: GlobalState, memory: BoundedMemory, accepted: _Accepted, names: Iterable[str]
-    ) -> dict[str, float]:
-        """Return the largest norm that is accepted for each kind of content of an update; kinds without a limit are omitted.
+    def _are_within(
+        self,
+        state: GlobalState,
+        memory: BoundedMemory,
+        accepted: _Accepted,
+        norms: Mapping[str, float],
+        parts: Iterable[str],
+    ) -> bool:
+        """Check whether the norms of an update's values prove that their difference from the model is accepted."""
+        # twice the norm, since the model may have grown since it was measured
+        grown = 2 * _norm_of_model(state, memory)
+        for name in parts:
+            most = self._most(state, memory, accepted, name)
+            if most == math.inf or norms[name] + grown > most:
+                return False
+        return True
+
+    def _most(self, state: GlobalState, memory: BoundedMemory, accepted: _Accepted, name: str) -> float:
+        """Return the largest norm that is accepted for one kind of content of an update; infinity = any.
 
         `accepted`: updates of its layout that were accepted.
         """
         if self.max_norm_ratio is None:
-            return {}
-        most = {name: norms.median for name, norms in accepted.of.items() if len(norms.recent) >= WARM_UP}
-        for name in {"parameters", "numbers"}.intersection(names) - most.keys():
+            return math.inf
+        known = accepted.of.get(name)
+        if known is not None and len(known.recent) >= WARM_UP:
+            usual = known.median
+        elif name in ("parameters", "numbers"):
             norm = _norm_of_model(state, memory)
-            most[name] = max(norm, 1.0) if norm else 0.0
-        return {name: self.max_norm_ratio * norm for name, norm in most.items() if norm > 0}
+            usual = max(norm, 1.0) if norm else 0.0
+        else:
+            return math.inf
+        return self.max_norm_ratio * usual if usual > 0 else math.inf
 
 
 def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:

@@ -118,10 +118,21 @@ SMALL = workload("mlp 64-32-10", mlp(64, 32, 10), 64)
 LOGISTIC = workload("logistic regression 784", mlp(784, 10), 784)
 BERT = workload("bert 2 x 32", bert, draw=texts, optimizer=adamw, rounds=4)
 LORA = workload("bert 2 x 32, LoRA", lambda: bert(LoRA(4)), draw=texts, optimizer=adamw, rounds=4)
-LSTM = workload("char-lstm", lambda: CharLM(hidden=128, cell="lstm"), draw=characters, rounds=1)
+LSTM = workload("char-lstm", lambda: CharLM(hidden=128, cell="lstm"), draw=characters, optimizer=adamw, rounds=1)
 RESNET = workload("resnet-8, group norm", resnet_8, 3, 32, 32, clients=100, cohort=50, num_steps=2, rounds=3)
 CONVOLUTIONS = workload("cnn", lambda: CNN(3, 32), 3, 32, 32, clients=100, cohort=50, num_steps=2, rounds=4)
-VIT = workload("vit micro", lambda: ViT("micro"), 3, 32, 32, clients=100, cohort=50, num_steps=1, rounds=12)
+VIT = workload(
+    "vit micro",
+    lambda: ViT("micro"),
+    3,
+    32,
+    32,
+    clients=100,
+    cohort=50,
+    num_steps=1,
+    optimizer=adamw,
+    rounds=12,
+)
 LEAF = workload("cnn of LEAF's size", lambda: CNN(1, 28, hidden=(2048, 84), num_classes=62), 1, 28, 28)
 WIDE = workload("mlp 784-200-200-10", mlp(784, 200, 200, 10), 784, rounds=12)
 TASKS = (

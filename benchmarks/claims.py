@@ -2,7 +2,8 @@
 
 Claims are in benchmarks/claims.yaml, by hand; verdicts are computed from the runs of committed results. Differences (of times,
 the logarithm of their ratio) are paired by seed, with Student's t; p-values are corrected by Holm's method for all claims that one
-result decides. A run that did not reach a target counts as if it had reached it at its end, which understates a difference.
+result decides. A run that did not reach a target counts as if it had reached it at its end, which understates a difference. A claim
+that is not shown gets the number of seeds that would show the paper's size, by the spread of the differences that was seen.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.tables import ROOT, markdown
 from raafl.commands.reproduce import Exhibit, Paper, paper
 from raafl.lab.compare.statistics import ALPHA, Interval, holm, paired
 from raafl.rules import CURRENT, recorded_revision
+from raafl.units import quantity
 
 CLAIMS = ROOT / "benchmarks" / "claims.yaml"
 WHY = ROOT / "benchmarks" / "claims-why.yaml"
@@ -33,6 +35,7 @@ VERDICTS = ("shown", "shown smaller", "not shown", "contrary", "not run", "canno
 NAMES = {"fed-raa": "Fed-RAA", "co-s2p": "Co-S2P", "timely-fl": "TimelyFL", "ram-fed": "RA-Fed and RAM-Fed"}
 _SUMMARY = re.compile(r"(<!-- claims -->\n).*?(<!-- end of claims -->)", re.S)
 _KINDS = ("higher", "sooner", "level")
+_POWER, _MOST_SEEDS = 0.8, 1000
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,43 @@ class Decided:
     verdict: str
     measured: Interval | None = None  # difference, or logarithm of a ratio of times; None = not run
     p: float | None = None  # corrected p-value of the difference
+    slack: tuple[float, float] = (0.0, 0.0)  # what the distance of evaluations adds to the interval, below and above
+    tests: int = 1  # number of claims that the result decides
     bounded: bool = False  # whether the difference is a bound, since a run did not reach the target
     why: str = ""  # why there is no run
+
+    @property
+    def size(self) -> float | None:
+        """The paper's size in units of the difference; None = it gives a direction only, or says that there is no difference."""
+        size = self.claim.get("size")
+        return math.log(size) if size is not None and "sooner" in self.claim else size
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Ends of the interval of the difference; it must have been measured with two seeds or more."""
+        assert self.measured is not None and self.measured.half is not None
+        mean, half, (below, above) = self.measured.mean, self.measured.half, self.slack
+        return mean - half - below, mean + half + above
+
+    @property
+    def excluded(self) -> bool:
+        """Whether the whole interval of a claim that is not shown lies below the paper's size."""
+        if self.verdict != "not shown" or self.size is None or self.measured is None or self.measured.half is None:
+            return False
+        return not self.bounded and self.ends[1] < self.size
+
+    @property
+    def seeds(self) -> int | None:
+        """Number of seeds that would show the paper's size, or without one the difference seen, with probability 0.8.
+
+        None: the claim is decided, its size is excluded, runs ended before the target, or no such number is below 1,000.
+        """
+        found = self.measured
+        if self.verdict != "not shown" or self.excluded or self.bounded or found is None or not found.half:
+            return None
+        if "level" in self.claim:
+            return needed(self.claim["margin"] - abs(found.mean), found, 1)
+        return needed(found.mean if self.size is None else self.size, found, self.tests)
 
 
 def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Interval | None, bool]:
@@ -64,21 +102,67 @@ def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Inter
     return paired(*values), False
 
 
-def verdict_of(claim: Mapping[str, Any], found: Interval | None, p: float | None, bounded: bool) -> str:
+def resolution(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[float, float]:
+    """Return what the distance of evaluations adds to a claim's interval, below and above: 0 but for times to a target.
+
+    A target that is seen at an evaluation was reached after the evaluation before it.
+    """
+    if "sooner" not in claim:
+        return 0.0, 0.0
+    rows = {row["row"]: [run for run in row["runs"] if "error" not in run] for row in result["rows"]}
+    ours, theirs = (
+        [_since_before(run["time_to"][claim["target"]], run.get("curve", ())) for run in rows[label]]
+        for label in claim["sooner"]
+    )
+    return sum(theirs) / max(len(theirs), 1), sum(ours) / max(len(ours), 1)
+
+
+def _since_before(time_s: float | None, curve: Sequence[Sequence[float]]) -> float:
+    """Return the logarithm of a time over that of the evaluation before it; 0 if the target was not reached."""
+    if time_s is None or not curve:
+        return 0.0
+    before = max((at for at, _ in curve if at < time_s * (1 - 1e-6)), default=0.0)
+    return math.log(time_s / before) if before > 0 else math.inf
+
+
+def needed(size: float, found: Interval, tests: int) -> int | None:
+    """Return the number of seeds with which a paired t test shows a difference of `size` with probability 0.8.
+
+    `found`: the difference seen, whose spread over seeds is taken. `tests`: the level is 0.05 divided by it. None: not below 1,000.
+    """
+    from scipy.special import nctdtr, stdtrit
+
+    assert found.half is not None
+    spread = found.half * math.sqrt(found.num) / float(stdtrit(found.num - 1, 0.975))
+    for num in range(2, _MOST_SEEDS):
+        least = float(stdtrit(num - 1, 1 - ALPHA / tests / 2))
+        if size > 0 and 1 - float(nctdtr(num - 1, size * math.sqrt(num) / spread, least)) >= _POWER:
+            return num
+    return None
+
+
+def verdict_of(
+    claim: Mapping[str, Any],
+    found: Interval | None,
+    p: float | None,
+    bounded: bool,
+    slack: tuple[float, float] = (0.0, 0.0),
+) -> str:
     """Derive the verdict on a claim from the interval of its difference.
 
     `found`: interval in the claim's direction; None = no seed has both rows. `p`: corrected p-value; None = one seed,
     or the claim says that there is no difference. `bounded`: whether the difference is at least as large as measured.
+    `slack`: see `resolution`.
     """
     if found is None or found.half is None:
         return "not shown"
-    low, high = found.mean - found.half, found.mean + found.half
+    low, high = found.mean - found.half - slack[0], found.mean + found.half + slack[1]
     if "level" in claim:
         margin = claim["margin"]
         if -margin <= low and high <= margin:
             return "shown"
         return "contrary" if low > margin or high < -margin else "not shown"
-    if p is None or p > ALPHA:
+    if p is None or p > ALPHA or low <= 0 <= high:
         return "not shown"
     if found.mean < 0:
         return "contrary"
@@ -93,20 +177,22 @@ def decided(claims: Sequence[Mapping[str, Any]], of: Paper) -> list[Decided]:
     results = {claim["result"] for claim in claims if "result" in claim}
     loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in results}
     intervals = {i: measured(claim, loaded[claim["result"]]) for i, claim in enumerate(claims) if "result" in claim}
+    slacks = {i: resolution(claims[i], loaded[claims[i]["result"]]) for i in intervals}
     corrected: dict[int, float] = {}
+    tests: dict[str, int] = {}
     for name in sorted(results):
         tested = [
             (i, p)
             for i, (one, _) in intervals.items()
             if claims[i]["result"] == name and "level" not in claims[i] and one is not None and (p := one.p) is not None
         ]
+        tests[name] = len(tested)
         corrected |= dict(zip([i for i, _ in tested], holm([p for _, p in tested]), strict=True))
     for i, claim in enumerate(claims):
         if i in intervals:
-            one, bounded = intervals[i]
-            found.append(
-                Decided(claim, verdict_of(claim, one, corrected.get(i), bounded), one, corrected.get(i), bounded)
-            )
+            (one, bounded), p, slack = intervals[i], corrected.get(i), slacks[i]
+            verdict = verdict_of(claim, one, p, bounded, slack)
+            found.append(Decided(claim, verdict, one, p, slack, tests[claim["result"]], bounded))
             continue
         missing = None if "exhibit" not in claim else of.exhibits[claim["exhibit"]].missing
         why = claim.get("not_run") or missing or "no result is committed yet"
@@ -123,10 +209,31 @@ def shown(one: Decided) -> str:
     if "sooner" in one.claim:
         text = f"{bound}{math.exp(found.mean):.2f} x"
         if found.half is not None:
-            text += f" ({math.exp(found.mean - found.half):.2f} to {math.exp(found.mean + found.half):.2f})"
+            low, high = map(math.exp, one.ends)
+            text += f" ({low:.2f} to {high:.2f})" if math.isfinite(high) else f" ({low:.2f} and more)"
         return text
     half = "" if found.half is None else f" ± {100 * found.half:.2f}"
     return f"{100 * found.mean:+.2f}{half} points"
+
+
+def _verdict(one: Decided) -> str:
+    """Return the verdict, and for a claim that is not shown what its interval excludes or how many seeds would decide it."""
+    if one.excluded:
+        return "not shown, size excluded"
+    if one.bounded and one.verdict == "not shown":
+        return "not shown, longer runs"
+    return one.verdict if one.seeds is None else f"not shown, {quantity(one.seeds, 'seed')}"
+
+
+def _left_open(found: Sequence[Decided]) -> list[str]:
+    """Return for the claims of one result: how many are not shown, how many sizes are excluded, and seeds for the others."""
+    left = [one for one in found if one.verdict == "not shown"]
+    seeds = sorted(one.seeds for one in left if one.seeds is not None)
+    more = sum(one.seeds is None and not one.excluded for one in left)  # one seed, too small a difference, or bounds
+    span = "" if not seeds else f"{seeds[0]}" if seeds[0] == seeds[-1] else f"{seeds[0]} to {seeds[-1]}"
+    words = [span, f"{more} without a number" if more else ""]
+    excluded = sum(one.excluded for one in left)
+    return [str(len(left) or ""), str(excluded or ""), ", ".join(filter(None, words))]
 
 
 def _scale(exhibit: Exhibit) -> str:
@@ -146,12 +253,13 @@ def table(found: Sequence[Decided], of: Paper) -> str:
         if name or "result" in claim:
             seeds = runs.setdefault((name, claim.get("result", "")), set())
             seeds |= set() if one.measured is None else {one.measured.num}
-        rows.append([claim["says"], claim["where"], claim["paper"], shown(one), one.verdict, name])
-    decide = [["runs", "result", "seeds", "scale"]]
+        rows.append([claim["says"], claim["where"], claim["paper"], shown(one), _verdict(one), name])
+    decide = [["runs", "result", "seeds", "scale", "not shown", "size excluded", "seeds for the others"]]
     for (name, result), seeds in runs.items():
         link = f"[{result}](../benchmarks/results/{result}.json)" if result else "none yet"
         scale = _scale(of.exhibits[name]) if name and seeds else ""
-        decide.append([name, link, " or ".join(map(str, sorted(seeds))), scale])
+        of_result = [one for one in found if result and one.claim.get("result") == result]
+        decide.append([name, link, " or ".join(map(str, sorted(seeds))), scale, *_left_open(of_result)])
     return f"{markdown(rows)}\n\n`raafl reproduce {of.name} RUNS` does the runs of a row:\n\n{markdown(decide)}"
 
 
@@ -190,8 +298,10 @@ def _compared_rows(figure: Mapping[str, Any]) -> str:
             values.append({seed: math.log(first) for seed, first in firsts.items()})
         else:
             values.append({seed: curve[figure.get("after", -1)] for seed, curve in curves.items()})
-    kind = "sooner" if "target" in figure else "higher"
-    return shown(Decided({kind: figure["rows"]}, "", paired(*values)))
+    kind, slack = "sooner" if "target" in figure else "higher", (0.0, 0.0)
+    if figure.get("seconds"):
+        slack = resolution({"sooner": figure["rows"][::-1], "target": str(figure["target"])}, result)
+    return shown(Decided({kind: figure["rows"]}, "", paired(*values), slack=slack))
 
 
 def summary(name: str, found: Sequence[Decided]) -> str:
@@ -246,7 +356,9 @@ from the runs of a committed result.
 | --- | --- |
 | shown | the difference has the claimed direction (p at most {ALPHA:g} by Holm), and its interval reaches the paper's size |
 | shown smaller | it has the direction, and its whole interval is below the paper's size |
-| not shown | these runs do not tell; with three seeds only large or very regular differences do |
+| not shown, size excluded | no direction is shown, but the whole 95 % interval, uncorrected, is below the paper's size |
+| not shown, longer runs | no direction is shown, and a run ended before its target |
+| not shown, N seeds | these runs do not tell; N seeds would ([below](#seeds-that-would-decide)) |
 | contrary | the difference has the other direction (p at most {ALPHA:g} by Holm) |
 | not run, cannot be run | the column "here" says why |
 
@@ -256,11 +368,25 @@ Ratios of times are geometric means; a run that did not reach the target counts 
 is only a bound.
 Claims of no difference are shown where the whole interval lies within the margin in `claims.yaml`.
 A claim at a small scale, or on another data set, is one about that scale.
-Times are known only up to the distance between two evaluations: if all seeds reach a target at the same one, the
-interval has no width.
+A target seen at one evaluation was reached after the one before: intervals of times are wider by that distance on
+each side.
 {len(old)} results were computed by earlier rules for the time of a task, as `rules` in their files says.
 
 {(chr(10) * 2).join(sections)}
+
+## Seeds that would decide
+
+N is the number of seeds with which a paired t test shows the paper's size with probability {_POWER:g}, if it is the true
+one here; the test's level is {ALPHA:g} divided by the number of claims that the result decides.
+A claim without a size is taken at the difference seen, and one of no difference at what is left of its margin.
+The spread over seeds is the one seen.
+Three seeds know the spread only within a factor of about 0.5 to 6, so N is a plan and no promise.
+A claim has no number where it has one seed, where its difference without a size has the other direction, where a run
+ended before its target, and where N would be 1,000 or more.
+
+More seeds decide a claim at the scale of its runs only: where that is small, longer runs can come out otherwise.
+Where the size is excluded, more seeds of the same runs may show a smaller difference, or the other direction, but
+hardly the paper's size.
 """
 
 

@@ -9,7 +9,21 @@ import pytest
 import yaml
 
 from benchmarks import claims as module
-from benchmarks.claims import CLAIMS, RESULTS, VERDICTS, WHY, all_decided, measured, pages, shown, summary, verdict_of
+from benchmarks.claims import (
+    CLAIMS,
+    RESULTS,
+    VERDICTS,
+    WHY,
+    Decided,
+    all_decided,
+    measured,
+    needed,
+    pages,
+    resolution,
+    shown,
+    summary,
+    verdict_of,
+)
 from raafl.lab.compare.statistics import Interval
 
 
@@ -26,18 +40,18 @@ def test_the_pages_are_those_of_the_results():
 def test_no_verdict_goes_beyond_its_interval(every):
     for _, found in every.values():
         for one in found:
-            mean, half = (one.measured.mean, one.measured.half) if one.measured else (None, None)
+            low, high = one.ends if one.measured and one.measured.half is not None else (None, None)
             if one.verdict in ("not run", "cannot be run"):
                 assert one.measured is None and one.why
             elif one.verdict in ("shown", "shown smaller") and "level" not in one.claim:
-                assert mean - half > 0 or half == 0 < mean
-                size = one.claim.get("size", math.inf)
-                size = math.log(size) if "sooner" in one.claim else size
-                assert one.verdict == "shown" or mean + half < size
+                assert low > 0
+                assert one.verdict == "shown" or high < one.size
             elif one.verdict == "shown":
-                assert abs(mean) + half <= one.claim["margin"]
+                assert max(high, -low) <= one.claim["margin"]
             elif one.verdict == "contrary":
-                assert mean + half < 0 or half == 0 > mean or "level" in one.claim
+                assert high < 0 or "level" in one.claim
+            assert not one.excluded or (one.verdict == "not shown" and high < one.size)
+            assert one.seeds is None or one.seeds > 1
 
 
 def test_each_claim_says_where_it_stands_and_is_decided_one_way(every):
@@ -93,7 +107,8 @@ def test_rows_are_compared_by_seconds_and_at_the_end(tmp_path, monkeypatch):
     (tmp_path / "r.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     ratio = module._compared_rows({"result": "r", "rows": ["A", "B"], "target": 0.9, "seconds": True})
-    assert ratio == "2.00 x (2.00 to 2.00)"
+    # of evaluations at 1 and 2 s: A's times may be 2 s, a factor sqrt(3 x 6) less, B's a factor sqrt(1.5 x 3)
+    assert ratio == "2.00 x (0.47 to 4.24)"
     assert module._compared_rows({"result": "r", "rows": ["A", "B"]}) == "+10.00 ± 0.00 points"
 
 
@@ -115,6 +130,49 @@ def test_rows_are_compared_by_seconds_and_at_the_end(tmp_path, monkeypatch):
 )
 def test_a_verdict_is_what_the_interval_says(claim, mean, half, p, bounded, verdict):
     assert verdict_of(claim, Interval(mean, half, 3), p, bounded) == verdict
+
+
+def test_a_time_lies_between_two_evaluations():
+    """A is seen at 4 s, after 2 s, and B at 9 s, after 3 s and after 8 s: the ratio is at least 3 / 4, or 8 / 4 for the second."""
+
+    def runs(time_s, *curves):
+        return [{"seed": seed, "time_to": {"0.9": time_s}, "curve": curve} for seed, curve in enumerate(curves)]
+
+    ours = runs(4.0, [[0.0, 0.1], [2.0, 0.5], [4.000001, 0.9]], [[2.0, 0.5], [4.0, 0.9]])
+    theirs = runs(9.0, [[3.0, 0.5], [9.0, 0.9]], [[8.0, 0.5], [9.0, 0.9]])
+    rows = {"rows": [{"row": "A", "runs": ours}, {"row": "B", "runs": theirs}]}
+    claim = {"sooner": ["A", "B"], "target": "0.9"}
+    below, above = resolution(claim, rows)
+    assert (below, above) == (pytest.approx(math.log(3 * 9 / 8) / 2), pytest.approx(math.log(2)))
+    assert resolution({"higher": ["A", "B"]}, rows) == (0, 0)
+    level = Interval(0.5, 0.0, 3)  # all seeds at one evaluation: p is 0
+    assert verdict_of(claim, level, 0.0, False, (0.6, 0.1)) == "not shown"
+    assert verdict_of(claim, level, 0.0, False, (0.4, 0.1)) == "shown"
+    assert verdict_of({**claim, "size": math.exp(0.7)}, level, 0.0, False, (0.4, 0.1)) == "shown smaller"
+    assert verdict_of({**claim, "size": math.exp(0.7)}, level, 0.0, False, (0.4, 0.3)) == "shown"
+    ours[0]["curve"] = [[4.0, 0.9]]
+    assert resolution(claim, rows)[1] == math.inf, "reached at the first evaluation"
+
+
+@pytest.mark.parametrize(("effect", "tests", "seeds"), [(0.5, 1, 34), (0.8, 1, 15), (1.0, 1, 10), (-1.0, 1, None)])
+def test_the_number_of_seeds_is_that_of_tables_of_power(effect, tests, seeds):
+    """Of a paired t test, two-sided at 0.05, with power 0.8: Cohen's and G*Power's tables."""
+    half = 3.0 * 4.302653 / math.sqrt(3)  # of three values with standard deviation 3
+    assert needed(3.0 * effect, Interval(0.0, half, 3), tests) == seeds
+
+
+def test_a_claim_that_is_not_shown_says_what_would_decide_it():
+    def left(claim, mean, half, bounded=False):
+        one = Decided(claim, "not shown", Interval(mean, half, 3), 0.5, (0.0, 0.0), 1, bounded)
+        return module._verdict(one)
+
+    assert left({"higher": [], "size": 0.3}, 0.1, 0.1) == "not shown, size excluded"
+    half = 4.302653 / math.sqrt(3)  # standard deviation 1
+    assert left({"higher": [], "size": 1.0}, 0.1, half) == "not shown, 10 seeds"
+    assert left({"higher": []}, 0.5, half) == "not shown, 34 seeds"
+    assert left({"higher": []}, -0.5, half) == "not shown"
+    assert left({"level": [], "margin": 1.5}, -0.5, half) == "not shown, 10 seeds"
+    assert left({"sooner": [], "size": 9.0}, 0.1, half, bounded=True) == "not shown, longer runs"
 
 
 def test_differences_are_paired_by_seed_and_times_are_ratios():

@@ -28,11 +28,11 @@ from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, Update
 from raafl.local.context import ALONE, TaskContext
 from raafl.runfolder.events import read_run
-from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import CHECKPOINTS, JOURNAL
 from raafl.runtime.executors import Executor
 from raafl.runtime.lifecycle import resume
+from raafl.runtime.lifecycle.resume import reopened
 from raafl.runtime.replay import Replay
 from raafl.runtime.run import Run
 from raafl.runtime.setup import build
@@ -107,7 +107,7 @@ def mend(folder: Path, updates: int) -> None:
         last = sorted((copy / CHECKPOINTS).iterdir())[-1]
         last.unlink()
         mended = resume.mend(resume.load(copy, "simulated"))
-        RunFolder.reopen(copy).close()
+        reopened(copy).close()
     if mended.num_missing:
         raise RuntimeError(f"{mended.num_missing} events are missing")
 

@@ -88,7 +88,7 @@ _QUESTIONS = {
 def configuration() -> str:
     """Write the reference of a config's fields, those of sections last."""
     from raafl.config.experiment import ABOUT, SECTIONS, Experiment
-    from raafl.config.options import GROUPS
+    from raafl.config.parse import GROUPS
 
     fields = {field.name: field for field in dataclasses.fields(Experiment)}
     text = [_CONFIGURATION]

@@ -52,22 +52,6 @@ def generators(device: torch.device | None = None) -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), cuda
 
 
-def torch_state(device: torch.device) -> torch.Tensor:
-    """Return the state of torch's generator of a device."""
-    is_cuda = device.type == "cuda"
-    return torch.cuda.get_rng_state(device) if is_cuda else torch.default_generator.get_state()
-
-
-def set_torch_state(device: torch.device, state: torch.Tensor | int) -> None:
-    """Set torch's generator of a device to a state, or to that of a new generator with a seed."""
-    if isinstance(state, int):
-        state = torch.Generator(device).manual_seed(state).get_state()
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.default_generator.set_state(state)
-
-
 def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Check whether two results of `generators` are equal."""
     numpys = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))

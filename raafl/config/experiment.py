@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -336,20 +336,11 @@ class Experiment:
             needs_end: whether the config must say when the run ends (max_updates, max_time or target); a client gets
                 this from the server.
         """
-        from raafl.config.problems import problems_of_parts
+        from raafl.config.problems import plain_problems, problems_of_parts
 
-        problems = list(dict.fromkeys([*self.plain_problems(needs_end=needs_end), *problems_of_parts(self)]))
+        problems = list(dict.fromkeys([*plain_problems(self, needs_end=needs_end), *problems_of_parts(self)]))
         if problems:
             raise BadInput("\n".join(problems))
-
-    def plain_problems(self, *, needs_end: bool = True) -> Iterator[str]:
-        """Yield a message for each wrong value among the plain fields.
-
-        Model, data, algorithm and partition are not checked, so torch is not imported.
-        """
-        from raafl.config.problems import plain_problems
-
-        yield from plain_problems(self, needs_end=needs_end)
 
     def secured(self, algorithm: Algorithm) -> Algorithm:
         """Replace the merge of ``algorithm`` by one that merges sums, if the run has secure aggregation.
@@ -398,16 +389,6 @@ class Experiment:
         # clients share profiles, so each distinct profile is limited only once
         made = {number: limited(one) for number, one in {id(one): one for one in dealt}.items()}
         return [made[id(one)] for one in dealt]
-
-    @property
-    def saves_safetensors(self) -> bool:
-        """Whether the final model is saved as safetensors if it is a plain `torch.nn.Module`."""
-        return self.safetensors or self.push_to_hub is not None
-
-    @property
-    def measures_memory(self) -> bool:
-        """Whether a client's process measures its available memory if its device profile states none."""
-        return self.memory == "measure"
 
     def memory_bytes(self) -> float:
         """Return the memory, in bytes, of a client whose device declares none; infinite = no limit, or measured."""

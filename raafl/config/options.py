@@ -13,14 +13,7 @@ Mode = Literal["auto", "live", "plain", "verbose", "quiet"]
 MODES: tuple[Mode, ...] = ("auto", "live", "plain", "verbose", "quiet")
 
 Group = Literal["who", "end", "shown", "computed", "other"]
-GROUPS: dict[Group, str] = {
-    "who": "who trains what",
-    "end": "when it ends (the first that comes)",
-    "shown": "what is measured, kept and shown",
-    "computed": "how it is computed",
-    "other": "",
-}
-"""The headings of `--help`."""
+"""Keys of the groups of options, which `raafl.config.parse.GROUPS` gives headings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from raafl.config.argv import expand_algorithm, name_of, names_section, values
 from raafl.config.check import MADE, OF_TRAINER, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
-from raafl.config.options import GROUPS
+from raafl.config.options import Group
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
 from raafl.lean_import import PACKAGES
 from raafl.plain_yaml import read_yaml
@@ -38,6 +38,15 @@ NEEDS_CONFIG = "{0} needs a config: give --config FILE (raafl {0} --help lists e
 _LOCAL = """
 --local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
 started again, --max_restarts times in all (100)."""
+
+GROUPS: dict[Group, str] = {
+    "who": "who trains what",
+    "end": "when it ends (the first that comes)",
+    "shown": "what is measured, kept and shown",
+    "computed": "how it is computed",
+    "other": "",
+}
+"""The headings of `--help`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,10 +505,12 @@ def _without_parts(argv: Sequence[str]) -> list[str]:
 
 
 def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
+    from raafl.config.problems import plain_problems
+
     experiment = Experiment(**{field.name: namespace[field.name] for field in fields(Experiment)})
     if not whole:  # on a client these are unset: the server may have created that run folder already
         experiment.output = experiment.resume = None
     try:
-        return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
+        return list(dict.fromkeys(plain_problems(experiment, needs_end=whole)))
     except TypeError:  # a value has a wrong type, which the full parser reports
         return []

@@ -173,8 +173,10 @@ class Admission:
 
     def clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
         """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
-        # a task cannot have more steps than samples times epochs
-        steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1) * client.stands_for
+        # a task without a number of steps cannot have more than samples times epochs, as batches of one sample
+        steps = (
+            self.fleet.training.trained_samples(assignment, max(client.num_samples, 1), 1, False) * client.stands_for
+        )
         update.num_steps = min(update.num_steps, max(steps, 1))
         most = self._max_samples(client)
         if most is not None and update.num_samples > most:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
@@ -248,21 +247,6 @@ measure in, so that sums of these are finite."""
 PEAK = "memory/peak_bytes"
 """Name, in `Update.metrics`, of what `peak_bytes` says."""
 _RETURNED = "validation_step: "
-
-
-def logged_not_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values logged by ``training_step`` that are NaN or infinite, which no file of the run folder records."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name not in (LOSS, PEAK) and not name.startswith(TEST) and not math.isfinite(value)
-    }
-
-
-def left_out(client: int, values: Mapping[str, float]) -> str:
-    """Return the warning about the result of `logged_not_finite`, if there is any, for a client."""
-    named = ", ".join(f"'{name}' is {value}" for name, value in values.items())
-    return f"client {client}: training_step logs values that are not recorded, {named}: log finite numbers"
 
 
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:

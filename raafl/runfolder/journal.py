@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
-from raafl.atomic_file import atomic_file, remove_leftovers
+from raafl.atomic_file import atomic_file
 from raafl.errors import BadInput
 from raafl.runfolder.append_file import (
     COUNTED,
@@ -41,7 +41,6 @@ from raafl.runfolder.append_file import (
     write_table,
 )
 from raafl.runfolder.schema import (
-    CHECKPOINTS,
     CLIENT_COLUMNS,
     CLIENTS,
     CONFIG,
@@ -52,7 +51,6 @@ from raafl.runfolder.schema import (
     METRIC_COLUMNS,
     METRICS,
     RUN_COLUMNS,
-    SEALS,
     SUMMARY,
     TESTED,
     TIME_TO,
@@ -215,45 +213,26 @@ class RunFolder:
     _lock: FolderLock | None = None
 
     def __init__(
-        self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = _log.warning
+        self,
+        path: str | os.PathLike[str],
+        config_yaml: str,
+        warn: Callable[[str], None] = _log.warning,
+        *,
+        new: bool = True,
     ) -> None:
+        """Create the folder, or open one that is locked and checked already; see `raafl.runtime.lifecycle.resume.reopened`."""
         self.path = Path(path)
         was_there = self.path.exists()
         self._config, self._warn = config_yaml, warn
-        self._take()
+        if new:
+            self._take()
         try:
             self._remake()
-            self._open(new=True)
+            self._open(new=new)
         except OSError:
-            self._remove(folder=not was_there)
+            if new:
+                self._remove(folder=not was_there)
             raise
-
-    @classmethod
-    def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = _log.warning) -> Self:
-        """Open the folder of an interrupted run to continue it; an incomplete last line is removed.
-
-        The caller holds the folder's lock, since it has read the run's state there before.
-
-        Raises:
-            BadInput: the folder does not contain a run.
-            OSError: the folder cannot be written.
-        """
-        from raafl.runfolder.books import cut_incomplete_row
-
-        folder = cls.__new__(cls)
-        folder.path = Path(path)
-        for name in (CONFIG, *GROWING):
-            if not (folder.path / name).is_file():
-                raise BadInput(f"resume: '{folder.path}' is not a run folder: it has no {name}")
-        for name in (*GROWING, SEALS):
-            if (path := folder.path / name).is_file():
-                cut_incomplete_row(path)
-        for place in (folder.path, folder.path / CHECKPOINTS):
-            remove_leftovers(place)
-        folder._config = (folder.path / CONFIG).read_text(encoding="utf-8")
-        folder._warn = warn
-        folder._open(new=False)
-        return folder
 
     def _take(self) -> None:
         """Create and lock the folder, and check only then that it is empty: another process may have been faster."""

@@ -231,10 +231,6 @@ class Submodels:
 
     # ---- axes, blocks and exits ----
 
-    def validate(self, spec: Spec) -> None:
-        """Raise `SpecError` if ``spec`` is not a submodel of this model."""
-        self.normal(spec)
-
     def normal(self, spec: Spec) -> Spec:
         """Return ``spec`` in canonical form, where parts kept whole are not named; raise `SpecError` if it does not fit."""
         if spec is FULL or spec == FULL:

@@ -156,3 +156,24 @@ def test_outcomes_are_a_closed_set_whatever_a_client_says(reason, outcome):
     join(coordinator, [1])
     assert outcomes(coordinator.handle(Lost(1, reason), 1.0)) == [(1, f"lost:{outcome}")]
     assert outcome in LOSSES
+
+
+@pytest.mark.parametrize(
+    ("work", "most"),
+    [
+        (Work(num_epochs=5, num_steps=200), 200),  # as in training, the number of steps wins
+        (Work(num_epochs=5), 100),
+        (Work(num_steps=7), 7),
+        (Work(), 20),  # the run's own setting, one epoch
+    ],
+)
+def test_a_client_counts_no_more_steps_than_its_task_can_have(work, most):
+    class Given(Full):
+        def __call__(self, client, fleet):
+            return work
+
+    coordinator = coordinator_for(replace(fed_avg(), select=Given()), num_clients=1)
+    (task,) = assigned(coordinator.handle(Joined(ClientInfo(1, 20)), 0.0)).values()
+    update = replace(update_for(coordinator.state, task, 1.0), num_steps=1_000)
+    coordinator.admission.clip(coordinator.roster.clients[1], task, update)
+    assert update.num_steps == most

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from raafl.config.problems import plain_problems
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.monitoring.monitor import MAX_CALLERS, Monitor
@@ -122,7 +123,7 @@ def test_a_port_that_is_taken_is_bad_input_before_there_is_a_folder(tmp_path):
     ],
 )
 def test_a_wrong_field_is_bad_input(tmp_path, field, problem):
-    (found,) = experiment(tmp_path / "run", **field).plain_problems()
+    (found,) = plain_problems(experiment(tmp_path / "run", **field))
     assert found.startswith(problem)
 
 

@@ -18,6 +18,7 @@ from raafl.runfolder.append_file import AppendFile, read_table
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
+from raafl.runtime.lifecycle.resume import reopened
 
 EVENT = {"time_s": 1.5, "event": "timer", "id": 1}
 
@@ -150,7 +151,7 @@ def test_rows_from_before_a_resume_count_as_lost_too(folder, warned):
         folder.event({**EVENT, "id": number})
         folder.client({"client": number})
     folder.close()
-    with RunFolder.reopen(folder.path, warned.append) as again:
+    with reopened(folder.path, warned.append) as again:
         again.event({**EVENT, "id": 3})
         for name in ("events.jsonl", "clients.csv"):
             (folder.path / name).unlink()

@@ -11,6 +11,7 @@ from raafl.runfolder.append_file import START, AppendFile, link, read_table, wri
 from raafl.runfolder.books import check_books, signature_warning, unlink
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.seals import Signer
+from raafl.runtime.lifecycle.resume import reopened
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_what_a_killed_run_left_unsealed_is_sealed_once_it_was_resumed(tmp_path,
             ("seals.jsonl", "3 bytes"),
         )
     ]
-    with RunFolder.reopen(path) as run:
+    with reopened(path) as run:
         run.signer = signer
         run.seal(run.sealed(), 2, ["config.yaml"], altered=books.findings)
         run.event({"time_s": 2.0, "event": "resumed", "kept": 4})
@@ -247,7 +248,7 @@ def rename_column(path):
 
 
 def test_a_summary_of_an_earlier_end_that_was_removed_is_found(run, signer):
-    with RunFolder.reopen(run) as folder:
+    with reopened(run) as folder:
         folder.signer = signer
         folder.seal(folder.sealed(), 2, ["config.yaml"])
     assert check_books(run).findings == []
@@ -325,7 +326,7 @@ def test_a_resumed_run_is_sealed_as_it_goes_on(run, signer):
     shutil.copy(run / "clients.csv", run / "clients.before")
     header, *rows = read_table(run / "clients.csv")
     write_table(run / "clients.csv", [header, *rows[:1]])  # as a resumption does: rows after the checkpoint come again
-    with RunFolder.reopen(run) as folder:
+    with reopened(run) as folder:
         folder.signer = signer
         folder.event({"time_s": 2.0, "event": "resumed", "kept": 2})
         folder.seal(folder.sealed(), 1, ["config.yaml"], altered=["clients.csv was altered"])

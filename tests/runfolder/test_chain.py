@@ -13,6 +13,7 @@ from raafl.runfolder.append_file import START, AppendFile, link
 from raafl.runfolder.books import check_lines, read_head, unlink
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
+from raafl.runtime.lifecycle.resume import reopened
 
 EVENTS = [{"time_s": float(number), "event": "timer", "id": number} for number in range(1, 7)]
 
@@ -77,7 +78,7 @@ def test_rows_that_are_removed_added_or_moved_are_named(run, changed, broken):
 def test_after_a_crash_the_torn_line_is_cut_off_and_the_chain_goes_on(run):
     with (run / "events.jsonl").open("ab") as file:
         file.write(lines(run)[0][:20])
-    with RunFolder.reopen(run) as folder:
+    with reopened(run) as folder:
         folder.event({"time_s": 9.0, "event": "stop", "reason": "x"})
         assert folder.head == check_lines(lines(run)).head
     found = check_lines(lines(run))
@@ -88,7 +89,7 @@ def test_a_journal_of_an_earlier_version_goes_on_with_a_chain_from_all_of_it(run
     old = "".join(json.dumps(event) + "\n" for event in EVENTS)
     (run / "events.jsonl").write_text(old)
     assert not check_lines(lines(run)).has_chain
-    with RunFolder.reopen(run) as folder:
+    with reopened(run) as folder:
         folder.event({"time_s": 9.0, "event": "timer", "id": 9})
         folder.event({"time_s": 9.5, "event": "timer", "id": 10})
     found = check_lines(lines(run))

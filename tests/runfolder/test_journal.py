@@ -22,6 +22,7 @@ from raafl.runfolder.append_file import to_json
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.schema import CLIENT_COLUMNS
+from raafl.runtime.lifecycle.resume import reopened
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_metrics_columns_start_with_version_and_times_whatever_the_row_order(fol
 def test_a_folder_of_an_earlier_version_gets_the_column_of_what_was_logged(folder):
     folder.client({"client": 1, "task": 0, "outcome": "merged"})
     folder.close()
-    with RunFolder.reopen(folder.path) as again:
+    with reopened(folder.path) as again:
         again.client({"client": 2, "task": 0, "outcome": "merged", "logged": {"train/acc": 0.5, "worst": float("nan")}})
     header, first, second = rows(folder.path / "clients.csv")
     assert header == [*CLIENT_COLUMNS, "logged"]

@@ -14,8 +14,8 @@ from raafl.config.parse import parse
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import START, link
 from raafl.runfolder.books import check_books, unlink
-from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.seals import Signer
+from raafl.runtime.lifecycle.resume import reopened
 from raafl.sites.receipts import SiteReceipts, compare, server_keys
 from tests.helpers import cached_models
 from tests.helpers.joining_clients import SERVER, remote
@@ -75,7 +75,7 @@ def rewrite(run, change):
         new.append(line)
     (run / "events.jsonl").write_bytes(b"".join(new))
     (run / "seals.jsonl").unlink()
-    with RunFolder.reopen(run) as folder:
+    with reopened(run) as folder:
         folder.signer = Signer.load(SERVER.key)
         folder.seal(folder.sealed(), 12, [], final=True)
 

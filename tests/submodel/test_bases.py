@@ -91,9 +91,9 @@ def test_a_form_takes_its_own_bytes_and_what_travels_is_the_same(words):
             assert num_bytes < cost.peak_bytes < num_bytes + REST
     assert submodels.normal(on("fp32")) == FULL, "the module's own form needs no name"
     with pytest.raises(SpecError, match=r"spec\.base is 'int9', which this model does not have: did you mean 'int8'\?"):
-        submodels.validate(on("int9"))
+        submodels.normal(on("int9"))
     with pytest.raises(SpecError, match="this model has only one precision: leave base out"):
-        Submodels(nn.Linear(2, 2)).validate(on("fp32"))
+        Submodels(nn.Linear(2, 2)).normal(on("fp32"))
 
 
 def test_a_spec_says_its_base_on_the_wire_and_to_people():

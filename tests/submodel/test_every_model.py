@@ -256,7 +256,7 @@ def test_a_key_value_group_goes_whole(name):
 def errors_of(submodels, make):
     """The message of the one error, whatever the spec is used for."""
     messages = set()
-    for use in (submodels.validate, submodels.layout, submodels.plan, submodels.shrink, submodels.cost):
+    for use in (submodels.normal, submodels.layout, submodels.plan, submodels.shrink, submodels.cost):
         with pytest.raises(SpecError) as caught:
             use(make())
         messages.add(str(caught.value))

@@ -105,18 +105,18 @@ def test_bad_data_is_refused_with_its_field(data, message):
 )
 def test_a_spec_of_another_model_is_refused_with_the_remedy(spec, message):
     _, submodels, _ = built("cnn")
-    for use in (submodels.validate, submodels.layout, submodels.plan, submodels.shrink, submodels.cost):
+    for use in (submodels.normal, submodels.layout, submodels.plan, submodels.shrink, submodels.cost):
         with pytest.raises(SpecError, match=message):
             use(spec)
 
 
 def test_blocks_are_checked_against_the_stack():
     submodels = Submodels(Blocks())
-    submodels.validate(Spec.select(blocks={"depth": [0, 3]}))
+    submodels.normal(Spec.select(blocks={"depth": [0, 3]}))
     with pytest.raises(SpecError, match="block 4 of 'depth', which has 4"):
-        submodels.validate(Spec.select(blocks={"depth": [4]}))
+        submodels.normal(Spec.select(blocks={"depth": [4]}))
     with pytest.raises(SpecError, match="did you mean 'depth'"):
-        submodels.validate(Spec.select(blocks={"deph": [0]}))
+        submodels.normal(Spec.select(blocks={"deph": [0]}))
     assert submodels.normal(Spec.select(blocks={"depth": range(4)})) == FULL
 
 

@@ -22,11 +22,11 @@ from raafl.core.types import Update
 from raafl.errors import USER_ERRORS
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
-from raafl.local.stacked.stacks import Known, Unstackable, outside, same_bits, stack_of
+from raafl.local.stacked.stacks import Known, Unstackable, outside, same_bits, set_torch_state, stack_of
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
-from raafl.rng import current, generators, same_generators, seed_everything, set_torch_state
+from raafl.rng import current, generators, same_generators, seed_everything
 from raafl.submodel import FlatTensors, Layout, Spec
 from raafl.submodel.flat import is_merged, reals
 

@@ -21,8 +21,6 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from raafl.rng import set_torch_state, torch_state
-
 _ALIGN_BYTES = 16
 CPU = torch.device("cpu")
 
@@ -408,3 +406,19 @@ class _Embedding(Function):
         if ctx.padding >= 0:
             found[:, ctx.padding] = 0
         return None, found, None
+
+
+def torch_state(device: torch.device) -> torch.Tensor:
+    """Return the state of torch's generator of a device."""
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_rng_state(device) if is_cuda else torch.default_generator.get_state()
+
+
+def set_torch_state(device: torch.device, state: torch.Tensor | int) -> None:
+    """Set torch's generator of a device to a state, or to that of a new generator with a seed."""
+    if isinstance(state, int):
+        state = torch.Generator(device).manual_seed(state).get_state()
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.default_generator.set_state(state)

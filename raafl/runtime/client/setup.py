@@ -171,7 +171,7 @@ def with_memory(
         BadInput: no submodel of the algorithm fits into the memory.
     """
     notes = []
-    if experiment.measures_memory and info.profile.memory_bytes == math.inf:
+    if experiment.memory == "measure" and info.profile.memory_bytes == math.inf:
         room = memory_room(device, place.num_sharing(device.index if device.type == "cuda" else None))
         if room.num_bytes < math.inf:
             found = math.floor(room.for_task_bytes)

@@ -21,13 +21,14 @@ from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, RunFailed, TaskFailed
 from raafl.local.client_group import ClientProcesses
 from raafl.local.context import Stopped, TaskContext
-from raafl.local.evaluate import PEAK, left_out, logged_not_finite, peak_bytes
+from raafl.local.evaluate import PEAK, peak_bytes
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer
 from raafl.log import warn_once
 from raafl.runtime.executors.base import attempt
 from raafl.runtime.extensions import extension
 from raafl.runtime.identity import Identity
+from raafl.runtime.lifecycle.divergence import left_out, logged_not_finite
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, SignedHead, Welcome
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels

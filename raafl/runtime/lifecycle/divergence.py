@@ -1,14 +1,19 @@
-"""Warn about a run that diverges, and end it if ``strict`` is set."""
+"""Warn about a run that diverges, or whose data are not finite, and end it if ``strict`` is set."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from raafl.core.hooks import RunHooks
 from raafl.core.types import HUGE_NORM, OVERFLOW, Settled
-from raafl.local.evaluate import left_out, logged_not_finite
+from raafl.data.federated import FederatedData, Sized
+from raafl.local.evaluate import LOSS, PEAK, TEST
+from raafl.submodel.nested_batch import batch_tensors
 
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
 NON_FINITE = "refused:non-finite"
 TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
 """Outcomes of updates that are far larger than others; if several clients have them, training diverges."""
+_AT_A_TIME = 32
+"""Samples of a batch that is searched where the data module names no batch size."""
 
 
 class Divergence(RunHooks):
@@ -89,8 +96,6 @@ class Divergence(RunHooks):
 
     def _fault(self, client: int | None) -> str | None:
         """Describe a non-finite sample in a client's data (None = the test set); None if there is none, or data are remote."""
-        from raafl.local.data_faults import fault_in
-
         info = None if client is None else self._run.parts.coordinator.roster.find(client)
         return None if info is not None and info.own_data else fault_in(self._run.parts.data, client)
 
@@ -102,3 +107,63 @@ class Divergence(RunHooks):
 def _names(metrics: Mapping[str, float]) -> str:
     """Format the metrics that are not finite, with their values."""
     return ", ".join(f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value))
+
+
+def logged_not_finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values logged by ``training_step`` that are NaN or infinite, which no file of the run folder records."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name not in (LOSS, PEAK) and not name.startswith(TEST) and not math.isfinite(value)
+    }
+
+
+def left_out(client: int, values: Mapping[str, float]) -> str:
+    """Return the warning about the result of `logged_not_finite`, if there is any, for a client."""
+    named = ", ".join(f"'{name}' is {value}" for name, value in values.items())
+    return f"client {client}: training_step logs values that are not recorded, {named}: log finite numbers"
+
+
+def fault_in(data: FederatedData, client: int | None) -> str | None:
+    """Look for a sample with NaN or infinity in a client's data, and describe it; None = none was found.
+
+    The result is also None if the data cannot be read. This function must not fail, since any client can cause its call
+    by sending a non-finite update.
+
+    `client`: id of the client; None = search the data on which the run evaluates.
+    """
+    try:
+        return _fault_in(data, client)
+    except Exception:
+        return None
+
+
+def _fault_in(data: FederatedData, client: int | None) -> str | None:
+    if client is None:
+        place = first_not_finite(data.test_batches())
+        return None if place is None else f"row {place} of the test set"
+    mine = data.client(client)
+    place = first_not_finite(mine.in_order(mine.batch_size or _AT_A_TIME))
+    return None if place is None else f"row {int(data.indices(client)[place])} of the training set"
+
+
+def first_not_finite(batches: Iterable[Sized]) -> int | None:
+    """Name the first sample with NaN or infinity by its position; if a batch's samples cannot be separated, name the batch."""
+    before = 0
+    for batch, num_samples in batches:
+        places = [_row(x, num_samples) for x in batch_tensors(batch) if x.is_floating_point() or x.is_complex()]
+        found = [place for place in places if place is not None]
+        if found:
+            return before + min(found)
+        before += num_samples
+    return None
+
+
+def _row(x: Tensor, num_samples: int) -> int | None:
+    bad = ~torch.isfinite(x)
+    if not bool(bad.any()):
+        return None
+    if x.dim() == 0 or len(x) != num_samples:
+        return 0
+    # `view` would fail where a collate function has permuted dimensions
+    return int(bad.reshape(num_samples, -1).any(1).nonzero()[0])

@@ -24,6 +24,8 @@ from raafl.log import Notices
 from raafl.runfolder import checkpoints as checkpoint_files
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause
 from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.sanitize import sanitize_text
+from raafl.units import duration
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -33,6 +35,20 @@ if TYPE_CHECKING:
 FOLDER: Final = "model"
 CARD: Final = "README.md"
 SAFETENSORS: Final = "model.safetensors"
+
+_MAX_METRICS = 20
+_WITH_TRANSFORMERS = """\
+```python
+from transformers import AutoModel, AutoTokenizer
+
+AutoModel.from_pretrained("FOLDER")
+```"""
+_WITH_SAFETENSORS = """\
+```python
+from safetensors.torch import load_file
+
+module.load_state_dict(load_file("FOLDER/model.safetensors"))
+```"""
 
 
 def save_final(
@@ -53,12 +69,10 @@ def save_final(
     is_pretrained = callable(getattr(module, "save_pretrained", None))
 
     def card() -> str:
-        from raafl.runtime.lifecycle.model_card import model_card
-
         return model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
 
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
-    if experiment.saves_safetensors and not is_pretrained:
+    if (experiment.safetensors or experiment.push_to_hub is not None) and not is_pretrained:
         path = _save_safetensors(run_folder, form, state, progress, card) or path
     # a run that was stopped may lack a checkpoint of its last version, which is no failure
     failed = saver.num_failed > 0 or is_pretrained
@@ -180,3 +194,83 @@ def _whole(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def model_card(summary: Mapping[str, Any], name: str, kind: str, *, is_pretrained: bool) -> str:
+    """Return the text of a model card: method, clients, updates, final metrics, privacy and digest."""
+    import yaml
+
+    library = "transformers" if is_pretrained else "pytorch"
+    head = {"library_name": library, "tags": ["raafl", "federated-learning", str(summary["algorithm"])]}
+    lines = [
+        "---",
+        yaml.safe_dump(head, sort_keys=False).rstrip(),
+        "---",
+        "",
+        f"# {_card_cell(name)}",
+        "",
+        f"A {_card_cell(kind)}, trained by federated learning with raafl.",
+        "This card is made from the run's summary; what data the clients had, and what the model is for, is for you to add.",
+        "",
+        "## Training",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *_card_rows(_card_training(summary)),
+        "",
+        "## Evaluation",
+        "",
+        "On the server's held-out data, of the final model:",
+        "",
+        "| metric | value |",
+        "| --- | --- |",
+        *_card_rows((metric, f"{value:.6g}") for metric, value in list(summary["final"].items())[:_MAX_METRICS]),
+        "",
+        "## Privacy",
+        "",
+        *_card_privacy(summary.get("privacy")),
+        "",
+        "## Use",
+        "",
+        _WITH_TRANSFORMERS if is_pretrained else _WITH_SAFETENSORS,
+        "",
+        "The digest is of the values as raafl merged them; `raafl audit RUN` finds whether they are those of the journal.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _card_training(summary: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
+    yield "method", summary["algorithm"]
+    yield "clients whose updates were merged", sum(num > 0 for num in summary["participation"].values())
+    yield "updates merged", summary["updates_merged"]
+    yield "updates refused, lost", f"{sum(summary['updates_refused'].values())}, {summary['updates_lost']}"
+    yield "versions of the model", summary["versions"]
+    yield "time", f"{duration(summary['time_s'])} of {clock} time"
+    yield "ended by", summary["finished"]
+    yield "seed", summary["seed"]
+    yield "model digest", summary["model_digest"]
+
+
+def _card_privacy(privacy: Mapping[str, Any] | None) -> list[str]:
+    if privacy is None:
+        return ["None is promised: no differential privacy was applied by the server."]
+    return [
+        "Client-level differential privacy, by the server's accountant:",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *_card_rows(
+            (name, privacy[name]) for name in ("epsilon", "delta", "mechanism", "neighbours", "noise_multiplier")
+        ),
+    ]
+
+
+def _card_rows(entries: Any) -> list[str]:
+    return [f"| {_card_cell(name)} | {_card_cell(value)} |" for name, value in entries]
+
+
+def _card_cell(value: object) -> str:
+    """Escape a value for a Markdown table, since names and reasons may come from untrusted code."""
+    text = sanitize_text(value, 300)
+    return "".join(f"\\{letter}" if letter in "\\|<>[]`*_#" else letter for letter in text)

@@ -6,6 +6,7 @@ gone: their tasks are lost, they join again as new incarnations, and merges afte
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.atomic_file import remove_leftovers
 from raafl.core.coordinator import Coordinator
 from raafl.core.restoring import restore
 from raafl.core.types import Limits
@@ -23,16 +25,29 @@ from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
-from raafl.runfolder.books import check_books
+from raafl.runfolder.books import check_books, cut_incomplete_row
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
+from raafl.runfolder.schema import (
+    CHECKPOINTS,
+    CLIENTS,
+    CONFIG,
+    GROWING,
+    JOURNAL,
+    LOST_AT_RESTART,
+    MERGED,
+    METRICS,
+    SEALS,
+    JournalRow,
+)
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -278,6 +293,26 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     coordinator.restart()
 
 
+def reopened(path: Path, warn: Callable[[str], None] = _log.warning) -> RunFolder:
+    """Open the folder of an interrupted run to continue it; an incomplete last row of a file is removed.
+
+    The caller holds the folder's lock, since it has read the run's state there before.
+
+    Raises:
+        BadInput: the folder does not contain a run.
+        OSError: the folder cannot be written.
+    """
+    for name in (CONFIG, *GROWING):
+        if not (path / name).is_file():
+            raise BadInput(f"resume: '{path}' is not a run folder: it has no {name}")
+    for file in (path / name for name in (*GROWING, SEALS)):
+        if file.is_file():
+            cut_incomplete_row(file)
+    for place in (path, path / CHECKPOINTS):
+        remove_leftovers(place)
+    return RunFolder(path, (path / CONFIG).read_text(encoding="utf-8"), warn, new=False)
+
+
 def go_on(run: Any, saved: SavedRun) -> None:
     """Restore a `raafl.runtime.run.Run` from a checkpoint; rows that it wrote after that are marked as rolled back."""
     coordinator, section = run.parts.coordinator, saved.section
@@ -287,7 +322,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
         altered = check_books(run.folder).findings
         with restoring(saved):
             mended = mend(saved)
-        run.writer = RunFolder.reopen(run.folder, run.progress.warn)
+        run.writer = reopened(run.folder, run.progress.warn)
         run.writer.signer = run.signer
     except OSError as error:
         raise BadInput(f"resume is '{run.folder}', where writing fails ({error}): make it writable") from error

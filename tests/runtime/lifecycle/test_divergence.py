@@ -16,9 +16,8 @@ from raafl.core.algorithm import Training
 from raafl.core.types import Settled, Update
 from raafl.data import Digits, Iid
 from raafl.data.federated import FederatedData
-from raafl.local.data_faults import fault_in, first_not_finite
 from raafl.runfolder import checkpoint_reader
-from raafl.runtime.lifecycle.divergence import Divergence
+from raafl.runtime.lifecycle.divergence import Divergence, fault_in, first_not_finite
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout
 from raafl.watch.progress import evaluation, plain

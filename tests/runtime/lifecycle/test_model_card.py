@@ -8,7 +8,7 @@ import torch
 from model_zoo import MLP
 from raafl.core.options import Privacy
 from raafl.runfolder import checkpoint_reader
-from raafl.runtime.lifecycle.model_card import model_card
+from raafl.runtime.lifecycle.export import model_card
 from tests.helpers.small_runs import experiment, finish
 
 SUMMARY = {

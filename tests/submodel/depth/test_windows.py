@@ -324,7 +324,7 @@ def test_a_block_that_shares_its_tensors_with_one_that_stays_cannot_go_alone():
 
     submodels = Submodels(Shared())
     with pytest.raises(SpecError, match=r"leaves out 'stack.0.weight', which is tied to 'stack.1.weight'"):
-        submodels.validate(Spec.select(blocks={"depth": [1]}))
+        submodels.normal(Spec.select(blocks={"depth": [1]}))
     small = submodels.shrink(Spec.select(blocks={"depth": [0, 2]}))
     assert len(small.module.stack) == 2 and len(small.present) == 4
 

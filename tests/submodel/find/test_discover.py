@@ -146,7 +146,7 @@ def test_a_width_kept_whole_says_why():
     assert submodels.kept_whole["0"].startswith(spans)
     assert submodels.kept_whole["2"] == "it is an output of the model"
     with pytest.raises(SpecError, match="'0' cannot shrink: a norm takes statistics across it"):
-        submodels.validate(Spec.select({"0": [0]}))
+        submodels.normal(Spec.select({"0": [0]}))
 
 
 def test_a_forward_that_needs_values_is_followed_with_values():
@@ -165,7 +165,7 @@ def test_a_forward_that_does_not_run_leaves_the_full_model():
     assert submodels.axes == {}
     assert "test_discover.py:" in submodels.problem and "declare `submodel_axes`" in submodels.problem
     with pytest.raises(SpecError, match=r"no attribute 'd'.*train the full model"):
-        submodels.validate(Spec.select({"a": [0]}))
+        submodels.normal(Spec.select({"a": [0]}))
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_followed():

@@ -7,7 +7,8 @@ training. So 10,000 clients cost a process, not 10,000, and the server cannot te
 A row is a phase of one of two servers. On the first one client works at a time: *join* (all come), *idle* (all wait). On the
 second all work: *closed* (they answer at once, as many updates as the server takes), *paced* (each trains for a while; the delay is
 from the update's last byte to the next assignment's last byte), *storm* (all connections break at once, and all clients come back
-as real ones do, by RESUME; then their tasks must still be there), *large* (few clients, updates of 1 MB and 100 MB).
+as real ones do, by RESUME; then their tasks must still be there), *large* (few clients, updates of 1 MB and 100 MB). *runs*: all
+come, one at work, through the port of a server for many runs, which passes each connection to the run's own process.
 CPU seconds are the server's and hardly depend on what else the machine does; the clock does.
 
     python -m benchmarks.load --clients 100 500 2000 10000 --out load.json --resume
@@ -34,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,11 @@ class Tally:
 class Players:
     """Clients of one process: sessions that answer each assignment with a prepared update."""
 
-    def __init__(self, config: Path, address: str, certs: Path) -> None:
+    def __init__(self, config: Path, address: str, certs: Path, run: str | None = None) -> None:
         """Build once what all clients know of the run.
 
-        `address`: ``HOST:PORT`` of the server. `certs`: folder with the site's certificate.
+        `address`: ``HOST:PORT`` of the server. `certs`: folder with the site's certificate. `run`: name of the run at a
+        server for many; None = the server has one.
         """
         from raafl.config.parse import parse
         from raafl.runtime.client.setup import ClientSetup
@@ -99,7 +101,7 @@ class Players:
         self._site = ClientSetup.build(parsed.experiment, parsed.config_yaml, 1, own_data=False)
         self._infos = client_infos(parsed.experiment, load_data(parsed.experiment))
         files = TlsFiles.find(certs, server=False, given=dict.fromkeys(("ca", "cert", "key", "crl")))
-        self._login = files.client_login()
+        self._login = replace(files, run=run).client_login()
         self._address, self._selector = address, selectors.DefaultSelector()
         self._due: list[tuple[float, int, int]] = []  # time at which an answer is due, client, assignment
         self._sent_s: dict[int, float] = {}
@@ -244,14 +246,14 @@ class Players:
         self._sent_s[client] = time.monotonic()
 
 
-def work(config: str, address: str, certs: str) -> None:
+def work(config: str, address: str, certs: str, run: str | None = None) -> None:
     """Run clients as lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``, ``storm``."""
     import torch
 
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a socket for each client
-    players = Players(Path(config), address, Path(certs))
+    players = Players(Path(config), address, Path(certs), run)
     print("ready", flush=True)
     for line in sys.stdin:
         name, *numbers = line.split()
@@ -291,10 +293,9 @@ class Stage:
 
     def measured(self, line: str) -> tuple[Row, float, float]:
         """Send a line to the clients' process; return its reply, the seconds it took, and the server's CPU seconds."""
-        before, began = self.server.cpu_times(), time.monotonic()
+        before, began = cpu_seconds(self.server), time.monotonic()
         told = json.loads(self.ask(line))
-        after, took_s = self.server.cpu_times(), time.monotonic() - began
-        return told, took_s, after.user + after.system - before.user - before.system
+        return told, time.monotonic() - began, cpu_seconds(self.server) - before
 
     def phase(self, name: str, clients: int, seconds: float, think_s: float) -> Row:
         """Let the clients work, at first until each has answered about once; return the row of the phase.
@@ -361,6 +362,12 @@ class Stage:
         }
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds that a process has taken so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) -> Row:
     """Compute rates, delays in milliseconds, and the server's CPU share of a phase.
 
@@ -384,52 +391,21 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
     `at_work`: largest number of clients at work; None = all. `hidden`: units of the model, 300 bytes each. `options`:
     further options of the server.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    from benchmarks.wire import certify  # imported here, since it imports torch
-
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        folder = Path(name)
-        (folder / "load.yaml").write_text(
-            _CONFIG.format(
-                clients=clients,
-                at_work="null" if at_work is None else at_work,
-                hidden=hidden,
-                num_train=max(-(-2 * clients // 80) * 80, 800),
-            )
-        )
-        certify(folder / "certs")
-        (folder / "certs" / "sites.yaml").write_text(f"site: {{clients: {list(range(1, clients + 1))}}}\n")
+        folder = _site(Path(name), clients, at_work, hidden)
         listener.set_inheritable(True)
-        serve = [sys.executable, "-m", "raafl", "serve", "--config", str(folder / "load.yaml"), "--min_clients", "1"]
-        serve += ["--certs", str(folder / "certs"), "--output", str(folder / "run"), "--progress", "quiet", *options]
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        server = subprocess.Popen(
-            [*serve, "--address", f"fd:{listener.fileno()}"],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-            preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]),
-        )
-        players = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.load",
-                "--work",
-                str(folder / "load.yaml"),
-                address,
-                str(folder / "certs"),
-            ],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores[1:] or cores),
-        )
+        words = [
+            "--config",
+            str(folder / "load.yaml"),
+            "--output",
+            str(folder / "run"),
+            "--progress",
+            "quiet",
+            *options,
+        ]
+        server = _serve(folder, [*words, "--address", f"fd:{listener.fileno()}"], listener.fileno())
+        players = _play(folder, f"127.0.0.1:{listener.getsockname()[1]}")
         try:
-            assert players.stdout is not None
-            players.stdout.readline()
             yield Stage(psutil.Process(server.pid), players, folder / "run")
         finally:
             players.kill()
@@ -442,6 +418,79 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
                 process.wait()
 
 
+@contextmanager
+def stage_of_runs(clients: int) -> Iterator[tuple[Stage, psutil.Process]]:
+    """Start a server for many runs with one run, at which one client works; yield it, and the process of its port."""
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        folder = _site(Path(name), clients, 1, 200)
+        (folder / "runs").mkdir()
+        (folder / "load.yaml").rename(folder / "runs" / "one.yaml")
+        listener.set_inheritable(True)
+        words = ["--runs", str(folder / "runs"), "--address", f"fd:{listener.fileno()}"]
+        server = _serve(folder, words, listener.fileno())
+        port, hosts = psutil.Process(server.pid), list[psutil.Process]()
+        players = _play(folder, f"127.0.0.1:{listener.getsockname()[1]}", "one")
+        try:
+            while not any((folder / "runs").rglob("events.jsonl")):  # the run is not there yet
+                time.sleep(0.1)
+            hosts = port.children(recursive=True)
+            yield Stage(max(hosts, key=cpu_seconds), players, folder / "runs"), port
+        finally:
+            players.kill()
+            server.kill()  # which ends no run
+            for host in hosts:
+                host.kill()
+            psutil.wait_procs(hosts)
+            for process in (players, server):
+                process.wait()
+
+
+def _site(folder: Path, clients: int, at_work: int | None, hidden: int) -> Path:
+    """Write the config and certificates of a server, and return the folder."""
+    from benchmarks.wire import certify  # imported here, since it imports torch
+
+    text = _CONFIG.format(
+        clients=clients,
+        at_work="null" if at_work is None else at_work,
+        hidden=hidden,
+        num_train=max(-(-2 * clients // 80) * 80, 800),
+    )
+    (folder / "load.yaml").write_text(text)
+    certify(folder / "certs")
+    (folder / "certs" / "sites.yaml").write_text(f"site: {{clients: {list(range(1, clients + 1))}}}\n")
+    return folder
+
+
+def _serve(folder: Path, words: Sequence[str], listener: int) -> subprocess.Popen[bytes]:
+    """Start `raafl serve` on the first core; it inherits the ``listener``."""
+    cores = sorted(os.sched_getaffinity(0))
+    return subprocess.Popen(
+        [sys.executable, "-m", "raafl", "serve", "--min_clients", "1", "--certs", str(folder / "certs"), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener],
+        preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]),
+    )
+
+
+def _play(folder: Path, address: str, run: str | None = None) -> subprocess.Popen[str]:
+    """Start the clients' process on the other cores, and wait until it is ready."""
+    cores = sorted(os.sched_getaffinity(0))
+    config = folder / "load.yaml" if run is None else folder / "runs" / f"{run}.yaml"
+    words = ["--work", str(config), address, str(folder / "certs"), *([] if run is None else [run])]
+    players = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.load", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores[1:] or cores),
+    )
+    assert players.stdout is not None
+    players.stdout.readline()
+    return players
+
+
 def phases(clients: Sequence[int], seconds: float = 5.0) -> Iterator[tuple[str, int, Callable[[], list[Row]]]]:
     """Yield each part of the measurement: its number of clients, and the function that measures its rows.
 
@@ -450,6 +499,7 @@ def phases(clients: Sequence[int], seconds: float = 5.0) -> Iterator[tuple[str, 
     for number in clients:
         yield "idle", number, partial(_idle, number, seconds)
         yield "working", number, partial(_working, number, seconds)
+        yield "runs", number, partial(_runs, number)
     for number, hidden in LARGE:
         yield f"large:{300 * hidden}", number, partial(_large, number, hidden, seconds)
 
@@ -468,6 +518,13 @@ def _working(clients: int, seconds: float) -> list[Row]:
         return [*found, on.storm(clients, min(clients / RATES[0], _THINK_S))]
 
 
+def _runs(clients: int) -> list[Row]:
+    with stage_of_runs(clients) as (on, port):
+        before = cpu_seconds(port)
+        row = on.join(clients)
+        return [{**row, "phase": "runs", "port_cpu_ms": (cpu_seconds(port) - before) / clients * 1e3}]
+
+
 def _large(clients: int, hidden: int, seconds: float) -> list[Row]:
     with stage(clients, hidden=hidden, options=["--checkpoint_s=null"]) as on:
         on.join(clients)
@@ -480,7 +537,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load")
     parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS, help="numbers of clients")
-    parser.add_argument("--only", nargs="*", help="parts to measure: idle, working, large:BYTES; none = all")
+    parser.add_argument("--only", nargs="*", help="parts to measure: idle, working, runs, large:BYTES; none = all")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--out", type=Path, help="write each part to this file once it is measured")
     parser.add_argument("--resume", action="store_true", help="leave out the parts that the file has")
@@ -503,6 +560,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(*sys.argv[2:5])
+        work(*sys.argv[2:6])
     else:
         main()

@@ -29,7 +29,17 @@ def two(kind, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(SGD, {"momentum": 0.5}), (AdamW, {}), (SGD, {"foreach": True}), (AdamW, {"fused": True})]
+    ("kind", "options"),
+    [
+        (SGD, {}),
+        (SGD, {"momentum": 0.5}),
+        (SGD, {"momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1}),
+        (SGD, {"momentum": 0.5, "nesterov": True, "weight_decay": 1}),
+        (SGD, {"weight_decay": 0.1, "maximize": True}),
+        (SGD, {"foreach": True}),
+        (AdamW, {}),
+        (AdamW, {"fused": True}),
+    ],
 )
 def test_steps_have_the_bits_of_torchs_own(kind, options):
     (plain, ours), (other, torchs) = two(kind, **options)

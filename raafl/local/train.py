@@ -292,7 +292,7 @@ class TaskSteps:
 
     def __init__(self, trainer: LocalTrainer, task: PreparedTask) -> None:
         self._trainer, self._task = trainer, task
-        self._built, self._context = task.built, task.context
+        self._built, self._context, self._scaler = task.built, task.context, trainer.scaler
         self._epochs, self._steps = trainer.length(task.assignment)
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
@@ -414,7 +414,7 @@ class TaskSteps:
         return loss
 
     def _backward(self, loss: Tensor) -> None:
-        hooks, scaler = self._built.hooks, self._trainer.scaler
+        hooks, scaler = self._built.hooks, self._scaler
         if hooks is None or "backward" not in hooks.overridden:
             backward(loss, self._trainer.fabric.strategy)
         else:
@@ -425,8 +425,8 @@ class TaskSteps:
         trainer, built, group = self._trainer, self._built, self._context.process_group
         optimizer, clip_val, hooks = built.optimizer, trainer.options.gradient_clip_val, built.hooks
         # scaled gradients were averaged over the client's processes, so all see the same infinities
-        if trainer.scaler is not None:
-            trainer.scaler.unscale_(optimizer)
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
         if self._pull is not None:
             self._pull.add_to_gradients(trainer.local.prox)
         if hooks is not None:

@@ -365,14 +365,13 @@ class Federation:
         """
         check_how(how)
         of_trainer, fields = getattr(type(module), "for_federation", None), self._fields
-        if of_trainer is None and data is None:
-            raise BadInput("data is missing: give a LightningDataModule, or a pair (train, test) of data sets")
         if of_trainer is not None:
             if data is not None:
                 raise BadInput("data is given, but the Trainer in from_trainer has data of its own: leave it out")
             module, data, fields = of_trainer(module, self._fields, processes=processes)
+        source = as_datamodule(data, module, **{name: how.get(name) for name in _LOADING})
         spec = ModuleSpec(module, **{name: value for name, value in how.items() if name not in _LOADING})
-        return spec, as_datamodule(data, module, **{name: how.get(name) for name in _LOADING}), fields
+        return spec, source, fields
 
     def _run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -324,6 +325,16 @@ class Loaders(LightningDataModule):
         return f"Loaders(train={train}, test={test}, batch_size={self.train.batch_size})"
 
 
+def _without_data(module: object) -> str:
+    """Return the error message for a module that was given without data, which may be a Trainer or make one."""
+    kind = type(module)
+    if any((cls.__module__, cls.__name__) == ("transformers.trainer", "Trainer") for cls in kind.__mro__):
+        return f"module is a {kind.__name__}: give raafl.from_trainer(trainer) in place of module and data"
+    missing = "data is missing: give a LightningDataModule, or a pair (train, test) of data sets"
+    makes = "; of a function that makes a Trainer, give raafl.from_trainer(function)"
+    return missing + makes if inspect.isroutine(module) else missing
+
+
 def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     """Convert the user's data to a LightningDataModule.
 
@@ -335,6 +346,8 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
         BadInput: ``data`` has another form.
     """
     given = {name: value for name, value in more.items() if value is not None}
+    if data is None:
+        raise BadInput(_without_data(module))
     if isinstance(data, (str, Path)):
         return load_named(str(data), module if isinstance(module, str) else None, **given)
     if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], DataLoader):

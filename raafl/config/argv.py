@@ -109,6 +109,31 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
     return expanded
 
 
+def expand_trainer(argv: Sequence[str]) -> list[str]:
+    """Replace `--trainer PATH` and `--trainer.ARGUMENT VALUE` by options of the model and the data that come from a Trainer.
+
+    Raises:
+        BadInput: an option has no value.
+    """
+    expanded: list[str] = []
+    items = iter(argv)
+    for item in items:
+        option, sign, value = item.partition("=")
+        section, _, name = option.partition(".")
+        if section != "--trainer":
+            expanded.append(item)
+            continue
+        value = value if sign else next(items, "")
+        if not value or value.startswith("--"):
+            example = "1e-3" if name else "my_script.make_trainer"
+            raise BadInput(f"{option} needs a value, such as {option} {example}")
+        name = name.removeprefix("init_args.").removeprefix("class_path")
+        for part, cls in (("--model", "Model"), ("--data", "Data")):
+            made = [f"{part}=raafl.local.from_trainer.{cls}", f"{part}.trainer={value}"]
+            expanded += [f"{part}.arguments.{name}={value}"] if name else made
+    return expanded
+
+
 def add_replay_options(parser: ArgumentParser) -> None:
     """Add the options that are common to all commands that replay runs."""
     parser.add_argument("--workers", type=int, default=1, help="processes that train")

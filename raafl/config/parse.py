@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from raafl.config.argv import expand_algorithm, name_of, names_section, values
+from raafl.config.argv import expand_algorithm, expand_trainer, name_of, names_section, values
 from raafl.config.check import MADE, OF_TRAINER, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.options import Group
@@ -195,7 +195,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         SystemExit: `--help` or `--print_config` was given.
     """
     trusted = TRUST in argv
-    argv = expand_algorithm(expand_short([item for item in argv if item != TRUST]))
+    argv = expand_trainer(expand_algorithm(expand_short([item for item in argv if item != TRUST])))
     if config_yaml is None and (folder := _resumed(argv)) is not None:
         from raafl.config.trust import SENDS, is_trusted, of_folder
 
@@ -458,7 +458,7 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
     """
     if any(item in ("--help", "-h") for item in argv):
         make_parser(command, plain=True).parse_args(["--help"])
-    argv = expand_short([item for item in argv if item != TRUST])
+    argv = expand_trainer(expand_short([item for item in argv if item != TRUST]))
     if any(name_of(item) in _PRINTS or name_of(item).endswith(".help") for item in argv):
         return
     if not argv and whole:

@@ -96,10 +96,14 @@ def _labels_of_batch(batch: object) -> torch.Tensor | None:
 
 
 class Columns(Mapping[str, Sequence[Any]]):
-    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value per sample."""
+    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value per sample.
+
+    A data set of which columns were removed may have the one before as ``with_all_columns``; its columns are given, too.
+    """
 
     def __init__(self, dataset: Any) -> None:
-        self._base, self._rows = unwrap(dataset)
+        base, self._rows = unwrap(dataset)
+        self._base = getattr(base, "with_all_columns", base)
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         """Return a column with one entry for each sample; raise KeyError if the data set has no such column."""

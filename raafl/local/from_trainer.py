@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import threading
 import types
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from raafl.core.options import FabricOptions
-from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing, user_frame
+from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing
 from raafl.lean_import import import_lightning
 from raafl.local.missing_steps import given_class, with_methods
 from raafl.local.training_arguments import ACCUMULATED, check_arguments, fabric_of
+from raafl.log import warn_once
 from raafl.rng import undisturbed
 from raafl.submodel.cut.layers import copy_structure
 
@@ -31,6 +33,7 @@ import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
+_log = logging.getLogger(__name__)
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which a Trainer would join torchrun's process group."""
 _OWN_LOOP = (
@@ -132,7 +135,7 @@ def _named(trainer: str, arguments: str) -> FromTrainer:
     except BadInput:
         raise
     except USER_ERRORS as error:
-        raise BadInput(f"trainer is {trainer}, which fails: {format_error(error)}{user_frame(error)}") from error
+        raise BadInput(f"trainer is {trainer}, which fails: {format_error(error)}") from error
 
 
 def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,14 +332,22 @@ class TrainerModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and scheduler that the Trainer creates for this copy of its model and the length of a task."""
+        num_steps = self.trainer.estimated_stepping_batches
         with self._bound() as trainer:
             try:
-                trainer.create_optimizer_and_scheduler(num_training_steps=self.trainer.estimated_stepping_batches)
+                trainer.create_optimizer_and_scheduler(num_training_steps=num_steps)
                 optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
             finally:
                 trainer.optimizer = trainer.lr_scheduler = None
         if scheduler is None:
             return optimizer
+        if num_steps == 1 and not any(group["lr"] for group in optimizer.param_groups):
+            args = trainer.args
+            warn_once(
+                _log,
+                f"{type(args).__name__}.warmup_steps is {args.warmup_steps}: a task of one step has the learning rate 0, so that "
+                "it trains nothing: set warmup_steps=0, or give longer tasks by train.num_epochs or smaller batches",
+            )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -500,8 +511,14 @@ class TrainerData(LightningDataModule):
         return self.trainer_of().processing_class
 
     def train_dataloader(self) -> object:
-        """Return the Trainer's training loader."""
-        return self._loader(self.trainer_of().get_train_dataloader)
+        """Return the Trainer's training loader, whose data set knows the columns that the Trainer has removed."""
+        trainer = self.trainer_of()
+        loader = self._loader(trainer.get_train_dataloader)
+        read: Any = getattr(loader, "dataset", None)
+        whole = trainer.train_dataset
+        if read is not whole and hasattr(read, "column_names") and len(read) == len(whole):
+            read.with_all_columns = whole  # a partition such as `ByColumn` may need a column that the loss does not
+        return loader
 
     def test_dataloader(self) -> object:
         """Return the Trainer's evaluation loader; an empty list if it has no ``eval_dataset``."""

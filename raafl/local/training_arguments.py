@@ -34,7 +34,7 @@ FIELDS: Final[Mapping[str, Field]] = {
         "the learning rate within a task, from its first step to its last",
         *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     ),
-    **_all("taken", "the batch size of a task", "per_device_train_batch_size"),
+    **_all("taken", "the batch size of a task, unless `train.batch_size` is set", "per_device_train_batch_size"),
     **_all("taken", "the batch size of an evaluation", "per_device_eval_batch_size"),
     **_all("taken", "`fabric.accumulate_grad_batches`", "gradient_accumulation_steps"),
     **_all("taken", "`fabric.gradient_clip_val`; 0 = no clipping", "max_grad_norm"),
@@ -193,9 +193,13 @@ def _callbacks(trainer: Any) -> Iterator[str]:
         if not any(type(callback) is one for one in usual) and not type(callback).__module__.startswith(
             "transformers.utils.notebook"
         ):
+            instead = "raafl.Callback"
+            if isinstance(callback, trainer_callback.EarlyStoppingCallback):
+                metric = str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+                instead = f'raafl.EarlyStopping("{metric}", patience={callback.early_stopping_patience})'
             yield (
-                f"the Trainer has the callback {type(callback).__name__}, which a federated task does not call: give "
-                "callbacks=[raafl.Callback] to the federation"
+                f"the Trainer has the callback {type(callback).__name__}, which a federated task does not call: take it off by "
+                f"trainer.remove_callback({type(callback).__name__}), and give callbacks=[{instead}] to the federation"
             )
 
 

@@ -6,7 +6,7 @@ import jsonargparse
 import pytest
 import yaml
 
-from raafl.config.argv import expand_algorithm
+from raafl.config.argv import expand_algorithm, expand_trainer
 from raafl.config.parse import config_first, expand_short, load_experiment, make_parser, parse
 from raafl.errors import BadInput
 from raafl.runtime.setup import limits_of
@@ -289,6 +289,20 @@ def test_names_of_algorithms_become_paths():
     for argv in (["--algorithm"], ["--algorithm", "--seed"], ["--algorithm="]):
         with pytest.raises(BadInput, match="--algorithm needs a name: ada_vit, "):
             expand_algorithm(argv)
+
+
+def test_options_of_a_trainer_are_those_of_the_model_and_the_data_that_come_from_it():
+    argv = ["--seed", "1", "--trainer", "mine.make", "--trainer.lr=0.1", "--trainer.init_args.layers", "2"]
+    made = "raafl.local.from_trainer"
+    assert expand_trainer(argv) == [
+        *("--seed", "1", f"--model={made}.Model", "--model.trainer=mine.make"),
+        *(f"--data={made}.Data", "--data.trainer=mine.make"),
+        *("--model.arguments.lr=0.1", "--data.arguments.lr=0.1"),
+        *("--model.arguments.layers=2", "--data.arguments.layers=2"),
+    ]
+    for argv in (["--trainer"], ["--trainer.lr", "--seed", "1"]):
+        with pytest.raises(BadInput, match=f"{argv[0]} needs a value"):
+            expand_trainer(argv)
 
 
 def test_files_come_first_in_their_own_order(tmp_path):

@@ -15,6 +15,7 @@ import raafl
 from raafl.config.parse import load_experiment
 from raafl.config.trust import from_server
 from raafl.errors import BadInput, RunFailed
+from raafl.log import warn_once
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.isolated_run import loss_of, settle
 from tests.helpers import small_trainers
@@ -154,6 +155,37 @@ def test_arguments_of_the_trainer_are_those_of_the_run(tmp_path: Path, caplog: p
         raafl.Federation(max_updates=1).simulate(torch.nn.Linear(2, 2))
     with pytest.raises(BadInput, match="give from_trainer the function that makes it"):
         raafl.Federation(max_updates=1).fit(raafl.from_trainer(trainer), local=2)
+    with pytest.raises(BadInput, match=r"module is a Trainer: give raafl.from_trainer\(trainer\) in place"):
+        raafl.Federation(max_updates=1).simulate(trainer)
+    with pytest.raises(BadInput, match=r"of a function that makes a Trainer, give raafl.from_trainer\(function\)"):
+        raafl.Federation(max_updates=1).simulate(lambda: trainer)
+
+
+def test_a_column_that_the_trainer_removes_still_says_whose_a_row_is(tmp_path: Path) -> None:
+    trainer = classifier(tmp_path)
+    trainer.train_dataset = trainer.train_dataset.add_column("author", list("bbbbaaac"))
+    data = raafl.from_trainer(trainer).data
+    assert "author" not in next(iter(data.train_dataloader()))
+    _, result = simulate(trainer, tmp_path, clients=3, max_updates=3, partition=raafl.data.ByColumn("author"))
+    assert {int(row["client"]): int(row["num_samples"]) for row in result.clients} == {1: 3, 2: 4, 3: 1}
+    message = "column is 'writer', but the training data has columns attention_mask, author, input_ids, labels"
+    with pytest.raises(BadInput, match=message):
+        raafl.Federation(clients=2, partition=raafl.data.ByColumn("writer"), max_updates=1).simulate(
+            raafl.from_trainer(trainer)
+        )
+
+
+@pytest.mark.parametrize("warmup_steps", (0, 1))
+def test_a_step_that_trains_nothing_is_said(
+    warmup_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    trainer = classifier(tmp_path, warmup_steps=warmup_steps, gradient_accumulation_steps=1)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    _, result = simulate(trainer, tmp_path, num_steps=1)
+    same = all(torch.equal(value, before[name]) for name, value in result.module.state_dict().items())
+    said = "TrainingArguments.warmup_steps is 1: a task of one step has the learning rate 0"
+    assert (same, said in caplog.text) == (bool(warmup_steps), bool(warmup_steps))
 
 
 def test_a_federation_keeps_its_own_seed(tmp_path: Path) -> None:
@@ -191,7 +223,17 @@ def without_data(folder: Path) -> Any:
     return trainer
 
 
+def early_stopping(folder: Path) -> Any:
+    from transformers import EarlyStoppingCallback
+
+    trainer = classifier(folder, metric_for_best_model="eval_accuracy")
+    trainer.add_callback(EarlyStoppingCallback(3))
+    return trainer
+
+
 REFUSED = {
+    'give callbacks=[raafl.EarlyStopping("accuracy", patience=3)]': early_stopping,
+    "take it off by trainer.remove_callback(Own), and give callbacks=[raafl.Callback]": with_callback,
     "TrainingArguments.neftune_noise_alpha is 5.0": lambda folder: classifier(folder, neftune_noise_alpha=5.0),
     "train_sampling_strategy is group_by_length: give 'random'": lambda folder: classifier(
         folder, train_sampling_strategy="group_by_length"
@@ -249,6 +291,17 @@ def test_a_config_names_the_function_that_makes_it(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "run"), "--trust_config"]) == 0
     experiment = load_experiment(config(tmp_path, seed=3, output=None))
     assert experiment.seed == 3 and experiment.fabric.accumulate_grad_batches == 2
+    experiment = load_experiment(config(tmp_path, output=None), "--trainer.num", "6")
+    assert len(experiment.data().trainer_of().train_dataset) == 6
+    (tmp_path / "bare.yaml").write_text("{algorithm: fed_avg, clients: 2, max_updates: 1}", encoding="utf-8")
+    named = ("--trainer", f"{__name__}.make_trainer", "--trainer.folder", str(tmp_path))
+    experiment = load_experiment(tmp_path / "bare.yaml", *named)
+    assert len(experiment.data().trainer_of().train_dataset) == 8
+
+
+def test_a_config_says_once_where_the_users_function_fails(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"which fails: TypeError: [^()]+ \([^()]+:[0-9]+\)$"):
+        load_experiment(config(tmp_path), "--trainer.num", "six")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
         f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
     ]
     lines += [f"warning: {line}; the replay may give other bits" for line in result["differences"]]
+    if rows := result["altered"]:
+        lines.append(
+            f"warning: events.jsonl: row {rows[0]} was altered, or is not the one that followed row {rows[0] - 1}; "
+            "`raafl audit RUN` lists all that was changed"
+        )
     if result["equal"]:
         lines.append("equal to the recorded run, to the last bit")
     elif result["equal"] is False:

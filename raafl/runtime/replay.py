@@ -30,7 +30,7 @@ from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.checkpoint_reader import load_received
 from raafl.runfolder.events import read_run
-from raafl.runfolder.schema import EVENTS, JournalRow
+from raafl.runfolder.schema import EVENTS, JOURNAL, JournalRow
 from raafl.runtime.driver import snapshots_of
 from raafl.runtime.executors import Executor
 from raafl.runtime.extensions import extensions_of
@@ -61,7 +61,8 @@ def replay(
     Returns:
         ``equal``: whether the models are equal (None = no digest was recorded); ``model_digest`` and
             ``recorded_digest``; ``parted_at``: first event that differs, or None; ``distance``: distance of the models,
-            if they differ; ``events``: number of events; ``differences``: versions, hardware and settings that differ.
+            if they differ; ``events``: number of events; ``differences``: versions, hardware and settings that differ;
+            ``altered``: numbers of the first journal rows that do not fit the journal's hash chain.
 
     Raises:
         BadInput: the folder does not contain a run, its config names classes of others, or data are missing.
@@ -91,12 +92,21 @@ def replay(
         "events": played.num_events,
         "versions": parts.coordinator.state.version,
         "differences": differences(begun.get("conditions", {}), found),
+        "altered": _altered(folder),
     }
     if result["equal"] is False:
         result["distance"] = _distance(folder, parts)
     if until is not None:
         result["checkpoint"] = str(_save(folder / "replay", parts))
     return result
+
+
+def _altered(folder: Path) -> list[int]:
+    """Return the numbers of journal rows that were changed later: a replay reads only the fields that decide the model."""
+    from raafl.runfolder.books import check_lines
+
+    with (folder / JOURNAL).open("rb") as lines:
+        return check_lines(lines).broken
 
 
 def batches_of(rows: Iterable[JournalRow]) -> list[list[int]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raafl.commands.replay import lines_of
 from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
@@ -39,6 +40,22 @@ def test_a_simulated_run_replays_to_the_last_bit(tmp_path, name):
     result = replay(tmp_path / "run")
     assert result["equal"] is True and result["parted_at"] is None and result["differences"] == []
     assert result["model_digest"] == summary["model_digest"] and result["versions"] == summary["versions"]
+    assert result["altered"] == []
+
+
+def test_a_changed_row_that_leaves_the_model_equal_is_named(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=6")
+    path = tmp_path / "run" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    row = next(i for i, line in enumerate(lines) if '"event":"joined"' in line)
+    lines[row] = lines[row].replace('"num_samples":', '"num_samples":1', 1)
+    path.write_text("".join(lines))
+    result = replay(tmp_path / "run")
+    assert result["equal"] is True and result["altered"] == [row + 1]
+    assert (
+        f"row {row + 1} was altered, or is not the one that followed row {row}; `raafl audit RUN`"
+        in lines_of(result)[1]
+    )
 
 
 @pytest.mark.long(

@@ -61,12 +61,6 @@ def warn_once(logger: logging.Logger, text: str, private: bool = False) -> None:
     logger.warning(text, extra={"private": private})
 
 
-def is_printed() -> bool:
-    """Check whether raafl's log records are printed on the console, and not sent to other handlers or turned off."""
-    logger = logging.getLogger("raafl")
-    return logger.isEnabledFor(logging.INFO) and any(isinstance(handler, Console) for handler in logger.handlers)
-
-
 def reports_for_all() -> bool:
     """Check whether this process reports what all ranks of torchrun find: rank 0 does, in the first attempt.
 

@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from raafl.commands.cli import JsonConsole, main
-from raafl.log import Console, console, is_printed, warn_once
-from raafl.watch.progress import Progress
+from raafl.log import Console, console, warn_once
+from raafl.watch.progress import Progress, is_printed
 
 RAAFL = logging.getLogger("raafl")
 LOG = logging.getLogger("raafl.somewhere")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import html
 import io
+import logging
 import math
 import os
 import sys
@@ -18,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raafl.config.options import Mode
-from raafl.log import Notices, in_notebook, is_printed
+from raafl.log import Console, Notices, in_notebook
 from raafl.units import duration, quantity, size
 from raafl.watch.state import ClientProgress, ProgressState, RunState, follow
 
@@ -425,3 +426,9 @@ def _when(state: ProgressState, in_s: float | None) -> str:
         return "reached"
     here = f", here {duration(in_s / state.speed)}" if state.simulated and state.speed else ""
     return f"in {duration(in_s)}{here}"
+
+
+def is_printed() -> bool:
+    """Check whether raafl's log records are printed on the console, and not sent to other handlers or turned off."""
+    logger = logging.getLogger("raafl")
+    return logger.isEnabledFor(logging.INFO) and any(isinstance(handler, Console) for handler in logger.handlers)

@@ -451,6 +451,7 @@ _INSTEAD = {
     "use_distributed_sampler": "partition says which client has which samples",
     "gradient_clip_algorithm": "fabric.gradient_clip_val clips by norm",
     "enable_checkpointing": "checkpoint_every, checkpoint_s and keep_checkpoints say when there are checkpoints, and how many",
+    "resume": "it is an argument of a run: simulate(module, data, resume=FOLDER), and of fit",
     "ckpt_path": "resume is the folder of a run to go on with",
     "default_root_dir": _FOLDER,
     "enable_progress_bar": _SHOWN,

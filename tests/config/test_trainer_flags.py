@@ -19,5 +19,6 @@ def test_every_argument_of_the_trainer_is_a_setting_or_has_an_answer():
 
 def test_a_name_that_is_there_in_its_group_and_one_of_a_part_are_as_any_other():
     assert unknown("no x", "--train.max_epochs", []).startswith("no x: a run ends by max_updates (merged updates)")
+    assert unknown("no x", "resume", ["a"]).startswith("no x: it is an argument of a run: simulate(")
     assert unknown("no x", "model.max_epochs", ["model.epochs"]) == "no x: did you mean 'model.epochs'?"
     assert unknown("no x", "max_update", ["max_updates"]) == "no x: did you mean 'max_updates'?"

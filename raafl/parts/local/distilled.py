@@ -214,7 +214,8 @@ def _logits(output: Any) -> Tensor:
     if getattr(output, "loss", None) is not None:
         raise BadInput(
             "distillation needs logits, but the model's forward computes the loss: return logits from forward, and "
-            "compute the loss in `training_step`"
+            "compute the loss in `training_step`; a Trainer's model has it computed there, so take a method without "
+            "distillation, such as hetero_fl or fed_raa"
         )
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits

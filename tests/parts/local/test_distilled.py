@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 from model_zoo import LLaMA, ViT
 from raafl.core.local import Task
-from raafl.parts.local.distilled import Distilled, exit_depths, knowledge_loss, with_every_exit
+from raafl.errors import BadInput
+from raafl.parts.local.distilled import Distilled, _logits, exit_depths, knowledge_loss, with_every_exit
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels, depth_window
 from tests.local.bench import assignment
 
@@ -160,3 +162,11 @@ def test_positions_without_a_target_do_not_count(monkeypatch):
     other[:, 4:] = (other[:, 4:] + 1) % 13  # no position that counts sees these
     assert hook.loss((other, targets), 0).item() == pytest.approx(one, rel=1e-6)
     assert one > 0
+
+
+def test_an_output_with_its_own_loss_names_the_remedy_and_that_of_a_trainers_model():
+    logits = torch.ones(2, 3)
+    assert _logits(logits) is _logits(SimpleNamespace(logits=logits, loss=None)) is logits
+    remedy = "compute the loss in `training_step`; a Trainer's model has it computed there, so take a method without"
+    with pytest.raises(BadInput, match=remedy):
+        _logits(SimpleNamespace(logits=logits, loss=torch.tensor(1.0)))

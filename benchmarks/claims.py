@@ -367,6 +367,11 @@ Differences are paired by seed, with 95 % intervals by Student's t, and correcte
 Ratios of times are geometric means; a run that did not reach the target counts as reaching it at its end, so its ratio
 is only a bound.
 Claims of no difference are shown where the whole interval lies within the margin in `claims.yaml`.
+`raafl reproduce` ends with a `result.json` like the committed one.
+Repeated on 2026-11-29, all ten runs of TimelyFL's figure-7 had the committed `model_digest`; their accuracies differ
+(+8.8 ± 5.3 points in place of +10.84 ± 6.92), since the last three evaluations are averaged, and the file's
+`eval_every` is newer than the committed result.
+Pages of results say where that is so.
 A claim at a small scale, or on another data set, is one about that scale.
 A target seen at one evaluation was reached after the one before: intervals of times are wider by that distance on
 each side.

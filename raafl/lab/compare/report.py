@@ -174,6 +174,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 Cells = list[list[str]]
+_MOST_DECIMALS = 6
 
 _FIGURES = (
     ("best", "best"),
@@ -236,10 +237,10 @@ def quoted(label: str) -> str:
 
 
 def _rounded(mean: float, half: float) -> str:
-    """Format a mean and the half-width of its interval, both rounded to two significant digits of the half-width."""
+    """Format a mean and half of its interval with two significant digits of the half, but at most six decimals."""
     if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
         return f"{short(mean)} ± {short(half)}"
-    decimals = max(0, 1 - math.floor(math.log10(half)))
+    decimals = min(max(0, 1 - math.floor(math.log10(half))), _MOST_DECIMALS)
     return f"{mean:,.{decimals}f} ± {half:,.{decimals}f}"
 
 

@@ -42,6 +42,11 @@ def test_cells():
     ], "one row has no difference"
 
 
+def test_an_interval_without_width_has_no_long_row_of_digits():
+    assert report.with_interval({"mean": 0.25, "half": 1.3e-10, "num": 3}) == "0.250000 ± 0.000000"
+    assert report.with_interval({"mean": 0.25, "half": 0.00013, "num": 3}) == "0.25000 ± 0.00013"
+
+
 def test_nothing_is_said_that_an_interval_does_not_show():
     c, d = report.sentences(ROWS, "A & B_1", "accuracy")
     assert c == "C: accuracy is 0.10 ± 0.30 below that of A & B_1 (95 % interval, 2 seeds), so no difference is shown."

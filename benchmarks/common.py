@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -134,8 +134,13 @@ def forget_peak() -> int:
     return status_bytes("VmRSS")
 
 
+def machine_of(result: Mapping[str, Any]) -> str:
+    """Return the name of what measured a result: its GPUs, else its CPU."""
+    return ", ".join(result["hardware"].get("gpus", [])) or str(result["hardware"]["cpu"])
+
+
 def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
-    """Write the rows of one part of a benchmark in place of those that a file has of it; its other rows keep their date.
+    """Write the rows of one part of a benchmark in place of those that a file has of it; others keep their date and machine.
 
     Args:
         file: an earlier measurement.
@@ -143,7 +148,8 @@ def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
         rows: what was measured now.
     """
     before, now = json.loads(file.read_text(encoding="utf-8")), report([])
-    others = [{"date": before["date"], **row} for row in before["rows"] if row.get("part") != part]
+    kept = {"date": before["date"], "machine": machine_of(before)}
+    others = [kept | row for row in before["rows"] if row.get("part") != part]
     now["rows"] = others + [{"part": part, "date": now["date"], **row} for row in rows]
     file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
 

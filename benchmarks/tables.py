@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.common import paper_file
+from benchmarks.common import machine_of, paper_file
 from benchmarks.unequal_picture import RESULT, beside_grid
 from raafl.lab.compare.comparison import read
 from raafl.lab.compare.grid_result import anew, load_grid, overall
@@ -220,8 +220,9 @@ def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
         for first, *others in lines:
             names.setdefault(tuple(others), []).append(first)
         lines = [[", ".join(firsts), *others] for others, firsts in names.items()]
-    machine = ", ".join(result["hardware"].get("gpus", [])) or result["hardware"]["cpu"]
-    return f"Measured {result['date'][:10]} on {machine}.\n\n{markdown([head, *lines])}"
+    measured = {(row.get("date", result["date"])[:10], row.get("machine", machine_of(result))) for row in rows}
+    moments = " and ".join(f"{day} on {machine}" for day, machine in sorted(measured))
+    return f"Measured {moments}.\n\n{markdown([head, *lines])}"
 
 
 def _column(text: str) -> dict[str, str]:

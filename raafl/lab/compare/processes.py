@@ -297,7 +297,13 @@ class Cluster:
         job = _Job(tuple(argv), str(log))
         try:
             return self._on_ray(job) if self.name == "ray" else self._by_submitit(job)
-        except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
+        except ConnectionError as error:
+            _log.error(
+                f"engine is '{self.name}', and no cluster answers ({sanitize_text(error, 200)}): start one (ray start --head), "
+                "or give --engine_options address=HOST:PORT"
+            )
+            return _FAILED
+        except (ValueError, TypeError, RuntimeError) as error:
             _log.error(f"engine is '{self.name}', which has not run the job: {sanitize_text(error, 400)}")
             return _FAILED
 

@@ -6,6 +6,7 @@ import json
 import secrets
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +96,12 @@ def test_options_without_effect_are_refused(tmp_path, capsys, options, message):
     file.write_text(FILE)
     assert main(["compare", str(file), "--output", str(tmp_path / "out"), "--no_page", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_cluster_of_ray_that_does_not_answer_is_named_with_a_remedy(tmp_path, monkeypatch, caplog):
+    def init(**options):
+        raise ConnectionError("no instance")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))  # importing Ray changes the environment
+    assert Cluster("ray", {}).run(["--version"], tmp_path / "log") == 1
+    assert "no cluster answers (no instance): start one (ray start --head), or give" in caplog.text

@@ -129,6 +129,7 @@ def test_a_setting_that_is_assigned_later_is_refused_since_no_run_reads_it():
         BadInput, match=r"^max_updates is set to 3, .* raafl\.Federation\(\.\.\., max_updates=\.\.\.\)$"
     ):
         fed.max_updates = 3
+    fed.note = "an attribute of one's own"
     fed.callbacks, fed.clients = [], 2
     assert repr(fed).startswith("Federation(fed_avg, clients=2, ")
 

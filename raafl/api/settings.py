@@ -296,8 +296,8 @@ def _plain(value: object) -> object:
 
 
 def check_attribute(name: str, value: object) -> None:
-    """Raise `BadInput` if a run would not read an attribute that is set on a `Federation`."""
-    if name not in ("algorithm", "callbacks", "clients", "devices", "on_interrupt") and not name.startswith("_"):
+    """Raise `BadInput` if an attribute that is set on a `Federation` is a setting, which its runs would not read."""
+    if name in marked("keyword") or name in _FLAT:
         raise BadInput(
             f"{name} is set to {briefly(value)}, which has no effect on a federation that exists: "
             f"give it to a new one, raafl.Federation(..., {name}=...)"

@@ -224,9 +224,8 @@ def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | Non
         try:
             server.enter(client, make)
         except Refused as refused:
-            if (
-                refused.reason == "stopped" and refused.detail
-            ):  # the run is over, which a client that comes back would not learn later
+            # the run is over, which a client that comes back would not learn later
+            if refused.reason == "stopped" and refused.detail:
                 connect().send(Message(Kind.STOP, meta=Reason(refused.detail).to_meta()), _AT_ONCE_S)
             raise
 

@@ -74,6 +74,8 @@ class Rules:
     """Whether tasks on a GPU train with fused or capturable optimizers, and captured steps, as `fabric.capture` says."""
     times_by_launches = _Since(4)
     """Whether a step on a GPU takes the longer of its launches by the host and its kernels on the device, not their sum."""
+    steps_as_lightning = _Since(5)
+    """Whether clipping takes the optimizer's parameters alone, and a skipped epoch's gradients are dropped, as in Lightning."""
     follows_reads = _Since(5)
     """Whether a step of a large model that reads values, or whose optimizer is fused, is followed without values."""
 

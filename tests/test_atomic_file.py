@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -42,3 +45,21 @@ def test_a_file_is_the_earlier_one_until_the_block_has_ended(tmp_path, is_synced
         file.flush()
         assert path.read_bytes() == b"earlier"
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("number", "is_said"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_has_the_file_all_the_same(tmp_path, monkeypatch, number, is_said):
+    sync = os.fsync
+
+    def refuses_folders(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses_folders)
+    with (
+        pytest.raises(OSError, match="Input/output") if is_said else nullcontext(),
+        atomic_file(tmp_path / "a") as file,
+    ):
+        file.write(b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole"

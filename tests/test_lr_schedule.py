@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from raafl.core.algorithm import Training
-from tests.helpers.small_runs import equal_replay, experiment, finish
+from raafl.errors import BadInput
+from tests.helpers.small_runs import equal_replay, experiment, finish, small_mlp
 
 FALLING = Training(num_epochs=None, num_steps=2, lr_schedule="linear", lr_versions=4)
 
@@ -35,3 +37,22 @@ def test_a_schedule_by_time_goes_by_the_clock_of_the_run(tmp_path):
     assert len({task["time_s"] for task in tasks}) > 5
     for task in tasks:
         assert task.get("lr_scale", 1.0) == pytest.approx(max(1 - task["time_s"] / 0.5, 0.0))
+
+
+def test_an_optimizer_without_a_rate_is_refused_before_the_run(tmp_path):
+    class Relative(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": None})
+
+        def step(self, closure=None):
+            pass
+
+    def made():
+        module = small_mlp()
+        module.configure_optimizers = lambda: Relative(module.parameters())
+        return module
+
+    made = experiment(tmp_path / "run", model=made, train=FALLING)
+    with pytest.raises(BadInput, match=r"train.lr_schedule is linear, but Relative has no learning rate to scale"):
+        finish(made)
+    assert not (tmp_path / "run").exists()

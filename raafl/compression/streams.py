@@ -309,7 +309,7 @@ class CompressedSnapshots(Snapshots):
         one, is_resident = self._plan.down, self._plan.payload.is_resident
         if one is None and not is_resident:
             return super().cut(assignment)
-        is_new = assignment.version != self._version or assignment.spec not in self._current
+        is_new = self.is_outdated(assignment) or assignment.spec not in self._current
         snapshot, (down, _) = super().cut(assignment), self._both(assignment)
         if one is None or one.draws or one.feeds_back or is_resident:
             payload = self._plan.payload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
@@ -110,6 +111,12 @@ class HookList(RunHooks):
     def checkpoint_due(self) -> bool:
         """Check whether any observer wants a checkpoint now."""
         return any(hooks.checkpoint_due() for hooks in self._hooks)
+
+    def close(self) -> None:
+        """Close all observers, even if one of them raises; see `RunHooks.close`."""
+        with ExitStack() as ending:
+            for hooks in reversed(self._hooks):
+                ending.callback(hooks.close)
 
 
 def _to_each(name: str) -> Callable[..., None]:

@@ -28,7 +28,7 @@ class Snapshots:
         """Create an empty store of copies of the global model; ``storage`` allocates their memory, None = in RAM."""
         self._storage = storage or FlatTensors.empty
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
-        self._version = -1
+        self._of = -1, 0
         self._current: dict[Spec, FlatTensors] = {}
         self._users: dict[int, int] = {}
         self._free: dict[Layout, list[FlatTensors]] = {}
@@ -41,8 +41,8 @@ class Snapshots:
         """
         if self._merge.personalizes:
             return self._own(assignment)
-        if assignment.version != self._version:
-            old, self._version, self._current = self._current, assignment.version, {}
+        if self.is_outdated(assignment):
+            old, self._of, self._current = self._current, (assignment.version, self._state.edition), {}
             for snapshot in old.values():
                 self._recycle(snapshot)
         current = self._current.get(assignment.spec)
@@ -52,6 +52,10 @@ class Snapshots:
             self._users[id(current)] = 0
         self._users[id(current)] += 1
         return current
+
+    def is_outdated(self, assignment: Assignment) -> bool:
+        """Check whether the copies are of other values than ``assignment`` starts from."""
+        return (assignment.version, self._state.edition) != self._of
 
     def _own(self, assignment: Assignment) -> FlatTensors:
         """Return a copy for one client only, for methods that send each client values of its own."""

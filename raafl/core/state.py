@@ -255,6 +255,7 @@ class GlobalState:
             it merges. The coordinator adds and removes them (see `Merge.take`).
         num_clients: number of clients N.
         now_s: time of the event that is being handled, in seconds of the run's clock; not saved.
+        edition: number of times that the values were replaced without a merge, by a server above; not saved.
         scratch: storage that merges reuse; its contents are neither read nor saved.
     """
 
@@ -268,6 +269,7 @@ class GlobalState:
     waiting: list[PendingUpdate] = field(default_factory=list)
     num_clients: int = 1
     now_s: float = 0.0
+    edition: int = 0
 
     def with_waiting(self, waiting: list[PendingUpdate]) -> GlobalState:
         """Return this state with another list of what waits, for a wrapped merge; everything else is shared."""

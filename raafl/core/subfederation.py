@@ -229,6 +229,7 @@ class TasksAbove:
             roster.readmit(client)
         roster.late = set(roster.active)
         state.submodels.plan(event.spec, "sent").scatter_(state.values, event.tensors)
+        state.edition += 1
         self.waits, self.num_merges, self.spec, self._begun_s = False, 0, event.spec, now
 
     def merged(self, now: float) -> None:

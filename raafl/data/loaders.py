@@ -239,6 +239,8 @@ def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
     rows: torch.Tensor | None = None
     while isinstance(dataset, Subset) and _plain(dataset, Subset):
         inner = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        if bool((inner < 0).any()):  # counted from the end, as Python counts
+            inner = torch.where(inner < 0, inner + len(dataset.dataset), inner)  # type: ignore[arg-type]
         rows = inner if rows is None else inner[rows]
         dataset = dataset.dataset
     return dataset, rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -93,10 +93,13 @@ class TaskHooks:
                 "call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip a step"
             )
 
-    def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:
+    def before_step(
+        self, optimizer: Optimizer, clip_val: float | None, clipped: Callable[[], Iterable[nn.Parameter]]
+    ) -> None:
         """Call the hooks that run between the backward pass and the optimizer step.
 
-        `clip_val`: largest gradient norm, to which a hook clips; None = no clipping.
+        `clip_val`: largest gradient norm, to which a hook clips; None = no clipping. `clipped`: returns the parameters
+        whose gradients are clipped where no hook does.
         """
         self.call("on_before_optimizer_step", optimizer)
         if "configure_gradient_clipping" in self.overridden:
@@ -104,7 +107,7 @@ class TaskHooks:
                 optimizer, gradient_clip_val=clip_val, gradient_clip_algorithm=None
             )
         elif clip_val is not None:
-            torch.nn.utils.clip_grad_norm_(self._module.parameters(), clip_val)
+            torch.nn.utils.clip_grad_norm_(clipped(), clip_val)
 
     def _lightning(self, optimizer: Optimizer, step: Callable[[Callable[[], Any]], Any]) -> object:
         """Return the optimizer as Lightning wraps it, with ``step`` in place of the wrapper's strategy."""

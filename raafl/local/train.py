@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.local import SkippedBatch
@@ -129,6 +129,8 @@ class LocalTrainer:
         received, down = self.payload.split(received, assignment.spec, "sent")
         task = PreparedTask(assignment, received, down, data, context, built)
         self.announce(built, assignment, data)
+        if built.configures_anew:  # `configure_optimizers` may draw random numbers
+            seed_everything(assignment.seed, self.fabric.device)
         built.reset(received, assignment.lr_scale)
         # before seeding: the data set may draw random numbers when its classes are read
         masking: AbstractContextManager[list[int]] = nullcontext([])
@@ -430,14 +432,22 @@ class TaskSteps:
         if self._pull is not None:
             self._pull.add_to_gradients(trainer.local.prox)
         if hooks is not None:
-            hooks.before_step(optimizer, clip_val)
+            hooks.before_step(optimizer, clip_val, self._clipped)
         elif clip_val is not None:
-            torch.nn.utils.clip_grad_norm_(built.parameters, clip_val)
+            torch.nn.utils.clip_grad_norm_(self._clipped(), clip_val)
         step(optimizer, trainer.fabric.strategy)
         if hooks is None or not hooks.keeps_gradients:
             zero_grad(optimizer)
         if group is not None:
             group.stepped()
+
+    def _clipped(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are clipped together, in the module's order."""
+        built = self._built
+        if not self._trainer.submodels.rules.steps_as_lightning:
+            return built.parameters
+        stepped = {id(parameter) for group in built.optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in built.parameters if id(parameter) in stepped]
 
     # ---- batches ----
 
@@ -542,6 +552,9 @@ class TaskSteps:
                 self._built.hooks.call("lr_scheduler_step", schedule.scheduler, metric)
 
     def _begin_epoch(self) -> None:
+        if self._skips_epoch and self._has_gradient and self._trainer.submodels.rules.steps_as_lightning:
+            zero_grad(self._built.optimizer)
+            self._has_gradient = False
         self._epoch_began, self._skips_epoch = True, False
         self._built.trainer.set(current_epoch=self.epoch)
         self._built.recorder.latest.begin_epoch()

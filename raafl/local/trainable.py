@@ -55,6 +55,7 @@ class TrainableSubmodel:
         self.transfer = Transfer(self.module)
         self._configure()
         self._groups = [_options(group) for group in self.optimizer.param_groups]
+        self._members = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
         self.state = self._state_of(submodels.base_variant(spec))
         named, frozen = () if self.base is None else self.module.named_parameters(), submodels.base_variant(spec).frozen
@@ -111,9 +112,20 @@ class TrainableSubmodel:
         if lr_scale != 1.0:
             scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)
 
+    @property
+    def configures_anew(self) -> bool:
+        """Whether each task calls `configure_optimizers`, since what it made the last time may remember steps or values.
+
+        Of torch's own optimizers all that they remember is known; any other may keep more, or read the parameters.
+        """
+        optimizer = self.optimizer
+        is_known = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        return bool(self.schedulers) or self._depends_on_task or not is_known or groups != self._members
+
     def begin_anew(self) -> None:
         """Reset the optimizer and its schedulers to their state before the first step."""
-        if self.schedulers or self._depends_on_task:
+        if self.configures_anew:
             self._configure()
             return
         self.optimizer.state.clear()

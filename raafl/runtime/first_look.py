@@ -57,6 +57,12 @@ def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, 
         tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
     changed = evaluator.restarted(values)
     check_optimizer(tried.optimizer, local, experiment.fabric.gradient_clip_val)
+    rates = [group.get("lr") for group in tried.optimizer.param_groups]
+    if experiment.train.lr_schedule != "constant" and not all(isinstance(rate, int | float | Tensor) for rate in rates):
+        raise BadInput(
+            f"train.lr_schedule is {experiment.train.lr_schedule}, but {type(tried.optimizer).__name__} has no learning rate "
+            "to scale (lr=None): leave train.lr_schedule out"
+        )
     try_single_samples(module, data, experiment.train, values.device)
     evaluator.fill(values)
     configure(module)

@@ -286,11 +286,12 @@ class Run:
 
     def close(self) -> None:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""
-        self.progress.stop()
-        self.saver.close()  # close this first, since it seals the files that it writes
-        self.writer.close()
-        self.hooks.close()
-        self._interrupt.__exit__(None, None, None)
+        with ExitStack() as ending:  # all of them run, from the last, even if one raises
+            ending.callback(self._interrupt.__exit__, None, None, None)
+            ending.callback(self.hooks.close)
+            ending.callback(self.writer.close)
+            ending.callback(self.saver.close)  # before the writer, since it seals the files that it writes
+            ending.callback(self.progress.stop)
 
 
 def _own_signer() -> Signer | None:

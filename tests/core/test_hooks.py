@@ -42,7 +42,9 @@ def test_an_observer_that_overrides_nothing_asks_for_nothing():
 ANSWERS = {"on_measured", "figures", "stop_asked", "checkpoint_due"}
 """Hooks whose results of several observers become one; the others return nothing."""
 HOOKS = sorted(
-    name for name, value in vars(RunHooks).items() if callable(value) and name[0] != "_" and name not in ANSWERS
+    name
+    for name, value in vars(RunHooks).items()
+    if callable(value) and name[0] != "_" and name not in (*ANSWERS, "close")
 )
 
 
@@ -53,3 +55,20 @@ def test_each_hook_reaches_each_observer_with_its_arguments(name, monkeypatch):
     first, second = RunHooks(), RunHooks()
     getattr(HookList(first, second), name)(1, 2.0, more=3)
     assert calls == [(one, (1, 2.0), {"more": 3}) for one in (first, second)]
+
+
+def test_one_that_cannot_be_closed_keeps_no_other_open():
+    closed = []
+
+    class Away(RunHooks):
+        def close(self):
+            raise OSError("the tracking server is away")
+
+    class Closed(RunHooks):
+        def close(self):
+            closed.append(self)
+
+    first, last = Closed(), Closed()
+    with pytest.raises(OSError, match="is away"):
+        HookList(first, Away(), last).close()
+    assert closed == [first, last]

@@ -130,6 +130,19 @@ def test_what_clients_began_for_an_earlier_task_does_not_count(tmp_path):
     assert not coordinator.admission.backoff.refused  # a late answer is not the client's fault
 
 
+def test_a_second_task_without_a_merge_below_starts_from_its_own_values(tmp_path):
+    level, _ = _subfederation_and_server(tmp_path)
+    for number in (1, 2):
+        values = level.values.clone()
+        for buffer in values.buffers.values():
+            buffer.fill_(number)
+        level.tell(Received(number, 0, FULL, values))
+    for _ in range(2):  # both had begun for the first one
+        level._work()
+    sent = {float(next(iter(values.buffers.values()))[0]) for _, values in level._due}
+    assert sent == {2.0}
+
+
 def _checked(data, spec=None):
     submodels = Submodels(MLP(64, (24,), 10))
     return check_contributions(from_json(data), submodels, spec or FULL, 3)

@@ -13,10 +13,13 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from raafl.data.federated import FederatedData
+from raafl.data.loaders import fetcher
 from raafl.data.partition import ClassesPerClient, Iid
 from raafl.errors import BadInput
 from tests.data.modules import Module, Plain, equal, generator, tensors, values
@@ -144,3 +147,11 @@ def test_the_model_is_measured_on_each_sample_once():
         BadInput, match=r"the sampler of val_dataloader\(\) is a WeightedRandomSampler, but an evaluation"
     ):
         FederatedData(Weighted(tensors()), Iid(), 2, 0).test_batches()
+
+
+def test_indices_of_a_subset_may_count_from_the_end():
+    rows = TensorDataset(torch.arange(12.0)[:, None])
+    parts = Subset(Subset(rows, range(-8, 0)), [-1, 0, 2])
+    fetch, is_fast = fetcher(parts, default_collate)
+    assert is_fast
+    assert torch.equal(fetch(torch.arange(3))[0], default_collate([parts[i] for i in range(3)])[0])

@@ -156,7 +156,7 @@ def plain_loop(
         if number % per_epoch % accumulate and number % per_epoch and number < len(todo):
             continue
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}

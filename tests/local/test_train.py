@@ -49,6 +49,53 @@ class Counting(Net):
         return Counter([{"params": list(self.parameters()), "rates": [0.1]}], lr=0.1)
 
 
+class Ageing(torch.optim.SGD):
+    """Counts its steps in an attribute, as many optimizers of scripts do."""
+
+    num = 0
+
+    def step(self, closure=None):
+        self.num += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.num
+        return super().step(closure)
+
+
+class Aged(Net):
+    def configure_optimizers(self):
+        return Ageing(self.parameters(), lr=0.1)
+
+
+class Slow(torch.optim.Optimizer):
+    """Wraps another optimizer, and copies the parameters when it is made, as Lookahead does (Zhang et al. 2019)."""
+
+    def __init__(self, inner):
+        self.inner, self.num = inner, 0
+        super().__init__(inner.param_groups, {})
+        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.num += 1
+        if self.num % 3 == 0:
+            fast = [parameter for group in self.param_groups for parameter in group["params"]]
+            for slow, parameter in zip(self.slow, fast, strict=True):
+                parameter.copy_(slow.add_(parameter - slow, alpha=0.5))
+
+
+class Wrapped(Net):
+    def configure_optimizers(self):
+        return Slow(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+
+class HeadOnly(Net):
+    """The body has gradients, which nobody steps or clears."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.fc2.parameters(), lr=0.1)
+
+
 class Restless(Net):
     """Replaces its buffer instead of changing it in place."""
 
@@ -75,7 +122,7 @@ def axis_of(bench):
 # ---- what a task computes ----
 
 
-@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing, Counting])
+@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing, Counting, Aged, Wrapped])
 @pytest.mark.parametrize("much", [{"epochs": 2}, {"steps": 7}, {"steps": 5}, {"steps": 1}])
 def test_a_task_is_the_plain_loop_bit_for_bit(make, much):
     bench, task = Bench.of(make), assignment(**much)
@@ -220,10 +267,63 @@ def test_running_statistics_come_back_and_the_count_of_batches_does_not():
     assert same(tensors, plain_loop(bench, task))
 
 
+def test_only_what_the_optimizer_steps_is_clipped_as_in_lightning():
+    bench, task = Bench.of(HeadOnly, gradient_clip_val=0.5), assignment(epochs=3)
+    assert same(bench.run(task)[1], plain_loop(bench, task, clip=0.5))
+
+
+def test_a_skipped_epochs_gradient_is_dropped_as_in_lightning():
+    """Each epoch ends at its fourth batch, in the middle of a step of two batches."""
+
+    class Skipping(Net):
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == 3 else None
+
+    bench, task = Bench.of(Skipping, accumulate_grad_batches=2), assignment(epochs=3)
+    torch.manual_seed(3)
+    module = Net()
+    module.load_state_dict(bench.module.state_dict())
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(batches(task.seed, 3)):
+        if number % 5 < 2:
+            (module.training_step(batch, number) / 2).backward()
+        if number % 5 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(bench.run(task)[1], module.state_dict())
+
+
+def test_a_group_that_a_hook_adds_is_gone_in_the_next_task():
+    class Unfreezing(HeadOnly):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.optimizers().add_param_group({"params": list(self.fc1.parameters()), "lr": 0.01})
+
+    bench, task = Bench.of(Unfreezing), assignment(epochs=2)
+    first = bench.run(task)[1].fingerprint()
+    assert [bench.run(task)[1].fingerprint() for _ in range(2)] == [first, first]
+
+
 # ---- purity ----
 
 
-@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing, Counting])
+@pytest.mark.parametrize("schedules", [False, True])
+def test_what_configure_optimizers_draws_depends_on_the_task_alone(schedules):
+    class Drawn(Net):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1 * random.random() + 0.1 * torch.rand(()).item())
+            return {
+                "optimizer": optimizer,
+                **({"lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if schedules else {}),
+            }
+
+    bench, task = Bench.of(Drawn), assignment(epochs=1)
+    first = bench.run(task)[1].fingerprint()
+    bench.run(assignment(seed=99, epochs=1))
+    assert bench.run(task)[1].fingerprint() == first
+
+
+@pytest.mark.parametrize("make", [Net, Adam, Norm, Dropping, Restless, Drawing, Counting, Aged, Wrapped])
 @pytest.mark.parametrize("max_built", [1, 4])
 def test_a_result_does_not_depend_on_what_was_trained_before(make, max_built):
     task = assignment(epochs=1)

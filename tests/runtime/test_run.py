@@ -195,3 +195,15 @@ def test_python_raises_run_failed_for_a_part_that_raises_at_once(tmp_path, monke
         raafl.Federation(replace(fed_avg(), select=Broken()), **settings).simulate(small_mlp, digits())
     assert type(raised.value.__cause__) is AttributeError
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_that_cannot_be_closed_gives_the_interrupt_back(tmp_path):
+    class Away(RunHooks):
+        def close(self):
+            raise OSError("the tracking server is away")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(OSError, match="is away"):
+        simulate(experiment(tmp_path / "run"), "x: 1\n", Away())
+    assert signal.getsignal(signal.SIGINT) is before
+    assert finish(experiment(tmp_path / "next")).summary["finished"] == "max_updates"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,6 +81,15 @@ def without(argv: Sequence[str], *options: str) -> list[str]:
     return kept
 
 
+def _value(item: str, items: Iterator[str], needs: str) -> str:
+    """Return an option's value, which stands behind its ``=`` or is the next of ``items``; raise `BadInput` if there is none."""
+    option, sign, value = item.partition("=")
+    value = value if sign else next(items, "")
+    if not value or value.startswith("--"):
+        raise BadInput(f"{option} needs {needs}")
+    return value
+
+
 def expand_algorithm(argv: Sequence[str]) -> list[str]:
     """Replace the name in `--algorithm NAME` by the import path of the algorithm's factory; return the new arguments.
 
@@ -92,15 +101,13 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
     expanded: list[str] = []
     items = iter(argv)
     for item in items:
-        option, sign, name = item.partition("=")
+        option = name_of(item)
         if option == "--algorithm.help":
             raise BadInput(
                 "--algorithm.help does not exist: run `raafl algorithms NAME` for the arguments of an algorithm"
             )
         if option == "--algorithm":
-            name = name if sign else next(items, "")
-            if not name or name.startswith("--"):
-                raise BadInput(f"{option} needs a name: {', '.join(sorted(ALGORITHMS))}")
+            name = _value(item, items, f"a name: {', '.join(sorted(ALGORITHMS))}")
             if "." not in name and not name.startswith("{"):
                 one_of("algorithm", name, [*ALGORITHMS, "auto"])
                 name = f"raafl.{name}"
@@ -118,15 +125,12 @@ def expand_trainer(argv: Sequence[str]) -> list[str]:
     expanded: list[str] = []
     items = iter(argv)
     for item in items:
-        option, sign, value = item.partition("=")
+        option = name_of(item)
         section, _, name = option.partition(".")
         if section != "--trainer":
             expanded.append(item)
             continue
-        value = value if sign else next(items, "")
-        if not value or value.startswith("--"):
-            example = "1e-3" if name else "my_script.make_trainer"
-            raise BadInput(f"{option} needs a value, such as {option} {example}")
+        value = _value(item, items, f"a value, such as {option} {'1e-3' if name else 'my_script.make_trainer'}")
         name = name.removeprefix("init_args.").removeprefix("class_path")
         for part, cls in (("--model", "Model"), ("--data", "Data")):
             made = [f"{part}=raafl.local.from_trainer.{cls}", f"{part}.trainer={value}"]

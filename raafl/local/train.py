@@ -306,6 +306,7 @@ class TaskSteps:
         self._outputs: dict[str, Any] = {}  # argument of on_train_batch_end; empty for a skipped batch
         self._has_gradient = False  # whether there was a backward pass since the last optimizer step
         self._skips_epoch = False  # set if on_train_batch_start returns -1
+        self._clips: tuple[int, list[nn.Parameter]] = 0, []  # number of the optimizer's groups, and what is clipped
         self._epoch_began = False
         self._pull = ProximalTerm.towards(task.received, task.built.module) if trainer.local.prox else None
         self._hook = self._make_hook()
@@ -446,8 +447,11 @@ class TaskSteps:
         built = self._built
         if not self._trainer.submodels.rules.steps_as_lightning:
             return built.parameters
-        stepped = {id(parameter) for group in built.optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in built.parameters if id(parameter) in stepped]
+        groups = built.optimizer.param_groups
+        if self._clips[0] != len(groups):  # found once, and again if a hook has added a group
+            stepped = {id(parameter) for group in groups for parameter in group["params"]}
+            self._clips = len(groups), [parameter for parameter in built.parameters if id(parameter) in stepped]
+        return self._clips[1]
 
     # ---- batches ----
 

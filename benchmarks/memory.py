@@ -98,7 +98,7 @@ def take_part(setting: Setting, folder: Path) -> None:
     """Act as one rank of a run; a client writes its memory to ``folder``."""
     import torch
 
-    from raafl.runtime.fit import fit
+    from raafl.runtime.over_ranks import fit
 
     torch.set_num_threads(1)
     rank, budgets = int(os.environ["RANK"]), _budgets(setting)

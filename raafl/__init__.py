@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from raafl.api.federation import Federation, Result
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput, RunFailed
-    from raafl.lab.compare.compared import compare
-    from raafl.lab.compare.sweep import sweep
+    from raafl.lab.compare.compared import compare, sweep
     from raafl.lab.plan.choose import auto
     from raafl.local.from_trainer import from_trainer
-    from raafl.runtime.fit import fit
+    from raafl.runtime.over_ranks import fit
     from raafl.runtime.run import simulate
 
 _HOME = {
@@ -40,10 +39,10 @@ _HOME = {
     "RunFailed": "raafl.errors",
     "auto": "raafl.lab.plan.choose",
     "compare": "raafl.lab.compare.compared",
-    "fit": "raafl.runtime.fit",
+    "fit": "raafl.runtime.over_ranks",
     "from_trainer": "raafl.local.from_trainer",
     "simulate": "raafl.runtime.run",
-    "sweep": "raafl.lab.compare.sweep",
+    "sweep": "raafl.lab.compare.compared",
 }
 
 

@@ -266,7 +266,7 @@ class Federation:
                     "SCRIPT`, or use fit(..., local=4), or simulate"
                 )
             num_clients = self.clients if self.clients is not None else int(os.environ["WORLD_SIZE"]) - 1
-            from raafl.runtime.fit import fit
+            from raafl.runtime.over_ranks import fit
 
             run = partial(fit, starting=starting)
             return self._run(run, spec, source, self.devices, num_clients, resume, fields, simulated=False)

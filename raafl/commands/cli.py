@@ -241,7 +241,7 @@ def _fit(argv: list[str]) -> int:
     _check_first("fit", argv)
     with quick_imports():
         from raafl.commands.auto import parse_run
-        from raafl.runtime.fit import fit
+        from raafl.runtime.over_ranks import fit
 
     _num_ranks()
     with _json_alone(argv):
@@ -265,7 +265,7 @@ def _simulate(argv: list[str]) -> int:
         with quick_imports():
             parsed = parse_run("simulate", argv)
             if over_ranks:
-                from raafl.runtime.simulate_over_ranks import simulate_over_ranks as simulate
+                from raafl.runtime.over_ranks import simulate_over_ranks as simulate
             else:
                 from raafl.runtime.run import simulate
         result = simulate(parsed.experiment, parsed.config_yaml)

@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from raafl.commands.compare import options_in, run, with_common
+from raafl.lab.compare.compared import best_of, read_sweep
 from raafl.lab.compare.comparison import folder_of
-from raafl.lab.compare.sweep import best_of, read_sweep
 
 
 def sweep(argv: Sequence[str]) -> str:

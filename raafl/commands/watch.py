@@ -15,7 +15,7 @@ from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
 from raafl.runfolder.books import signature_warning
-from raafl.runfolder.tail import RunTail
+from raafl.runfolder.events import RunTail
 from raafl.sanitize import is_url
 from raafl.units import duration
 from raafl.watch.progress import Progress, plain, sentence

@@ -168,7 +168,7 @@ def maker(
         if args.get("save_dir") == str(folder / FOLDER):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         if spec.name == "WandbLogger":
-            # log_model would upload Lightning's checkpoints, of which raafl writes none: see raafl.loggers.loggers
+            # log_model would upload Lightning's checkpoints, of which raafl writes none: see raafl.loggers
             args.pop("log_model", None)
         if spec.name == "MLFlowLogger":  # MLflow refuses a store of plain files unless this is set
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")

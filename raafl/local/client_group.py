@@ -22,9 +22,8 @@ from raafl.core.payload import Payload
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
-from raafl.local.gradients import make_dense_
 from raafl.local.record import Recorder
-from raafl.local.trainable import TrainableSubmodel
+from raafl.local.trainable import TrainableSubmodel, make_dense_
 from raafl.rng import reseed
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.flat import reals, sum_of_bits, wide_dtype

@@ -31,7 +31,7 @@ TURN_S = 0.01
 class Evaluator:
     """Evaluator that runs the module's ``validation_step`` over all test batches, for given values of the model.
 
-    Several processes can share the batches (`raafl.local.shared_evaluation`), between `begin` and `end`.
+    Several processes can share the batches (`raafl.runtime.executors.rank_worker`), between `begin` and `end`.
 
     `num_batches`: number of batches in the test set, known after a complete evaluation; 0 before.
     `is_alone`: whether an evaluation has drawn random numbers or changed a buffer, so that no other process may share it.

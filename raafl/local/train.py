@@ -22,9 +22,8 @@ from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
-from raafl.local.gradients import ProximalTerm, backward_of
 from raafl.local.record import addend
-from raafl.local.trainable import TrainableSubmodel
+from raafl.local.trainable import ProximalTerm, TrainableSubmodel, backward_of
 from raafl.module_hooks import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels

@@ -61,8 +61,8 @@ from raafl.runfolder.schema import (
 )
 
 if TYPE_CHECKING:
+    from raafl.runfolder.events import Reader
     from raafl.runfolder.seals import RunSeals, Signer
-    from raafl.runfolder.tail import Reader
 
 
 class JournalFile(AppendFile[bytes]):

@@ -40,9 +40,9 @@ EXTENSIONS: dict[str, dict[End, str]] = {
         "replay": "raafl.sites.secure_messages.ReplayedSums",
     },
     "overlap": {
-        "session": "raafl.runtime.server.overlapped.OverlappedSession",
-        "client": "raafl.runtime.client.early.OverlappedClient",
-        "clock": "raafl.runtime.early.OverlappedClock",
+        "session": "raafl.runtime.overlap.OverlappedSession",
+        "client": "raafl.runtime.overlap.OverlappedClient",
+        "clock": "raafl.runtime.overlap.OverlappedClock",
     },
 }
 """By name, the classes at each end. An extension of a site has no entry: who serves or joins with certificates brings it."""

@@ -21,12 +21,11 @@ from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.explain import explained, shown
-from raafl.local.gradients import check_optimizer
 from raafl.local.record import Recorder
-from raafl.local.trainable import to_device
+from raafl.local.trainable import check_optimizer, to_device
 from raafl.module_hooks import TASK_HOOKS, Schedule, begin, configure, move_batch, overrides
 from raafl.runfolder.schema import CLIENT
-from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.lifecycle.checkpointer import SavedForm
 from raafl.runtime.setup import ServerSetup, data_notes
 from raafl.submodel import FULL
 from raafl.submodel.cut.layers import persistent_buffers

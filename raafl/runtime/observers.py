@@ -50,7 +50,7 @@ AFTER_CALLER: Final = (
     # without peft there are no adapters to measure
     Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),
     Entry("raafl.runtime.lifecycle.samples:SampleRecorder", lambda experiment: bool(experiment.samples)),
-    Entry("raafl.loggers.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),
+    Entry("raafl.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),
     Entry("raafl.monitoring.monitor:Monitor", lambda experiment: experiment.monitor is not None),
     Entry("raafl.monitoring.spans:exported", _exports_spans),
     Entry(

@@ -34,9 +34,9 @@ from raafl.runfolder.schema import EVENTS, JOURNAL, JournalRow
 from raafl.runtime.driver import snapshots_of
 from raafl.runtime.executors import Executor
 from raafl.runtime.extensions import extensions_of
+from raafl.runtime.lifecycle.checkpointer import SavedForm
 from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.lifecycle.resume import same_mode
-from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
 

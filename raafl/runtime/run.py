@@ -21,9 +21,8 @@ from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JOURNAL, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
-from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
+from raafl.runtime.lifecycle.checkpointer import AsItIs, Checkpointer, SavedForm, check_space
 from raafl.runtime.lifecycle.environment import conditions
-from raafl.runtime.lifecycle.saved_form import AsItIs, SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.observers import absent, display_of, observers_of
 from raafl.runtime.setup import ServerSetup, build, evaluation_seed, make_executor, max_norm_ratio

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from raafl.config.targets import Goals, Target
+from raafl.runfolder.events import RunTail
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
-from raafl.runfolder.tail import RunTail
 from raafl.sanitize import sanitize_text
 
 MAX_CLIENTS = 16

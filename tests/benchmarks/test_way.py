@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import way
 
-MOST = {"join": (38, 545), "task": (30, 470), "merge": (42, 185), "evaluation": (56, 385)}
+MOST = {"join": (36, 480), "task": (26, 470), "merge": (40, 180), "evaluation": (51, 375)}
 """Most files and switches of an event of the quick start."""
 
 

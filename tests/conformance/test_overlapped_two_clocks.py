@@ -8,7 +8,7 @@ from raafl.algorithms import fed_async, fed_buff, streaming_diloco
 from raafl.core.algorithm import Training
 from raafl.core.options import Compress
 from raafl.parts.select.rate_select import RateSelect
-from raafl.runtime.client.early import EarlyTask
+from raafl.runtime.overlap import EarlyTask
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import equal_replay, experiment, unequal
 

@@ -15,8 +15,8 @@ import pytest
 
 from raafl.config.parse import load_experiment
 from raafl.errors import BadInput
+from raafl.runtime.over_ranks import simulate_over_ranks
 from raafl.runtime.run import simulate
-from raafl.runtime.simulate_over_ranks import simulate_over_ranks
 from tests.helpers import forkserver
 from tests.helpers.forked_command import command
 

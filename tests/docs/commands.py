@@ -18,10 +18,10 @@ from raafl.commands.cli import USAGE, main
 from raafl.config.argv import values, with_paths, without
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
+from raafl.lab.compare.compared import read_sweep
 from raafl.lab.compare.comparison import read
 from raafl.lab.compare.grid import is_grid, read_grid
 from raafl.lab.compare.runs import resolve
-from raafl.lab.compare.sweep import read_sweep
 from tests.habits.source import ROOT
 from tests.helpers import cached_models
 

@@ -9,8 +9,8 @@ import yaml
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
 from raafl.devices.files import load_devices
+from raafl.lab.compare.compared import read_sweep
 from raafl.lab.compare.search import check_space
-from raafl.lab.compare.sweep import read_sweep
 from raafl.sites.policy import load_policy
 from tests.docs.blocks import Block
 from tests.habits.source import ROOT

@@ -26,11 +26,10 @@ from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
 from raafl.local import malloc
-from raafl.runtime.fit import take_part
+from raafl.runtime.over_ranks import take_part, train
 from raafl.runtime.run import simulate
 from raafl.runtime.server.host import host
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.simulate_over_ranks import train
 from raafl.transport import Admit, Transport
 from raafl.transport import torchrun as transport
 from tests.helpers import cached_models

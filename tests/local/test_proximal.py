@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raafl.local.gradients import ProximalTerm
+from raafl.local.trainable import ProximalTerm
 
 
 def test_a_pull_at_its_anchor_leaves_a_half_precision_gradient_as_it_is():

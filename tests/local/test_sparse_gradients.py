@@ -15,8 +15,8 @@ from raafl.core.payload import Payload
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.client_group import Buckets
-from raafl.local.gradients import check_optimizer, takes_sparse
 from raafl.local.train import FabricOptions, LocalTrainer
+from raafl.local.trainable import check_optimizer, takes_sparse
 from raafl.submodel import FlatTensors, Submodels
 from tests.local.bench import assignment
 

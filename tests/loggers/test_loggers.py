@@ -14,11 +14,11 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import nn
 
+from raafl import loggers
 from raafl.config import loggers as logger_specs
 from raafl.config.loggers import specs
 from raafl.data import Iid
 from raafl.errors import BadInput
-from raafl.loggers import loggers
 from raafl.runtime.run import simulate
 from raafl.submodel import Submodels
 from tests.helpers.small_runs import experiment

@@ -21,7 +21,7 @@ import json, os, sys
 from pathlib import Path
 from raafl.commands.cli import main
 from raafl.config import loggers as logger_specs
-from raafl.loggers import loggers
+from raafl import loggers
 logger_specs._ANSWER_S, loggers.CALL_S, loggers.FINISH_S = 1.0, 200.0, 200.0
 sweep = sys.argv[2:]
 for name, key, options in (("keyless", "", ["--checkpoint_every=5", "--keep_checkpoints=9"]), ("keyed", "a" * 40, sweep)):
@@ -183,7 +183,7 @@ def check_model(run, summary):
 MLFLOW = """
 import sys
 from raafl.commands.cli import main
-from raafl.loggers import loggers
+from raafl import loggers
 loggers.CALL_S = loggers.FINISH_S = 400.0
 options = ["--max_updates=20", "--logger=mlflow", f"--output={sys.argv[1]}/run", "--progress=quiet", "--json"]
 assert main(["simulate", "--config=configs/quickstart.yaml", *options]) == 0

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.loggers import Logger
 
 from raafl.core.types import Assignment, Settled
-from raafl.loggers.loggers import (
+from raafl.loggers import (
     Measurements,
     RecentUpdates,
     RunIds,
@@ -137,7 +137,7 @@ def test_a_folder_of_somebody_else_s_names_no_place_to_write_to(tmp_path, versio
 
 
 def test_a_long_timeline_is_its_end(finished, monkeypatch):
-    from raafl.loggers import loggers
+    from raafl import loggers
 
     run = read(finished[1])
     whole = timeline_table(run)[1]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from raafl.runfolder.events import JournalReader
-from raafl.runfolder.tail import NewLines, RunTail
+from raafl.runfolder.events import JournalReader, NewLines, RunTail
 
 
 class Heard:
@@ -48,7 +47,7 @@ def test_a_tail_gives_whole_lines_and_notices_another_file(tmp_path):
 
 
 def test_a_long_file_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("raafl.runfolder.tail._READ_BYTES", 8)
+    monkeypatch.setattr("raafl.runfolder.events._READ_BYTES", 8)
     (tmp_path / "file").write_bytes(b"a\nbc\nlonger than a piece\nd\x0ce\r\nhal")
     tail = NewLines(tmp_path / "file")
     found = list(iter(tail.lines, []))
@@ -58,7 +57,7 @@ def test_a_long_file_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
 
 def test_what_resumed_runs_have_gone_back_behind_is_left_out(tmp_path, monkeypatch):
     """Twice, the second time to before the first; as `JournalReader` has it, in pieces of a few lines."""
-    monkeypatch.setattr("raafl.runfolder.tail._READ_BYTES", 100)
+    monkeypatch.setattr("raafl.runfolder.events._READ_BYTES", 100)
     kinds = ["run", "joined", "joined", "joined", 3, "assigned", "joined", "joined", 4, "joined", 2, "timer", 9]
     rows = [
         {"event": "resumed", "kept": kind, "at": at} if isinstance(kind, int) else {"event": kind, "at": at}

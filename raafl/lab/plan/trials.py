@@ -31,7 +31,7 @@ from raafl.errors import USER_ERRORS, RunFailed, format_error, one_line
 from raafl.lab.plan.dry import Prediction
 from raafl.local.evaluate import Evaluator
 from raafl.runfolder.record import RunRecord
-from raafl.runtime.lifecycle.saved_form import AsItIs
+from raafl.runtime.lifecycle.checkpointer import AsItIs
 from raafl.runtime.run import evaluator_of, form_of
 from raafl.runtime.setup import build, load_data, make_executor
 from raafl.runtime.simulation import Simulation

@@ -18,13 +18,12 @@ from torch.utils._pytree import tree_unflatten
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.data.loaders import Fetch
-from raafl.local.gradients import ProximalTerm
 from raafl.local.lightning_hooks import reads_index
 from raafl.local.record import Recorder, attach_log, reduction_of, widened
 from raafl.local.stacked.mode import Batch, Stacked, batches
 from raafl.local.stacked.stacks import CACHE_LINE_BYTES, Known, Unstackable, product, within
 from raafl.local.train import LocalTrainer
-from raafl.local.trainable import TrainableSubmodel, to_device
+from raafl.local.trainable import ProximalTerm, TrainableSubmodel, to_device
 from raafl.module_hooks import backward, step, zero_grad
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry

@@ -19,10 +19,9 @@ from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import Evaluator
-from raafl.local.shared_evaluation import add, may_share
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
-from raafl.runtime.executors.rank_worker import FOR_EVER_S, failure_of, update_of
+from raafl.runtime.executors.rank_worker import FOR_EVER_S, add, failure_of, may_share, update_of
 from raafl.runtime.identity import Identity, agree
 from raafl.runtime.protocol import Answer, Assign, Hello, Measure, Reason, Welcome, no_tensors
 from raafl.sanitize import sanitize_text

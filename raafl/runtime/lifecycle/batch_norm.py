@@ -19,7 +19,7 @@ from raafl.local.record import Recorder
 from raafl.local.trainable import to_device
 from raafl.module_hooks import begin, move_batch
 from raafl.rng import seed_everything
-from raafl.runtime.lifecycle.saved_form import AsItIs
+from raafl.runtime.lifecycle.checkpointer import AsItIs
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.module_state import ModuleState

@@ -22,8 +22,7 @@ from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.log import Notices
 from raafl.runfolder import checkpoints as checkpoint_files
-from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause
-from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm, cause
 from raafl.sanitize import sanitize_text
 from raafl.units import duration
 

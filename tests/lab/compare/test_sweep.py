@@ -21,9 +21,9 @@ from raafl.config.argv import with_paths
 from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.lab.compare import search as searches
+from raafl.lab.compare.compared import read_sweep
 from raafl.lab.compare.comparison import Comparison, Search
 from raafl.lab.compare.search import run_studies
-from raafl.lab.compare.sweep import read_sweep
 from tests.habits.source import ROOT
 from tests.helpers.refusals import refuses
 

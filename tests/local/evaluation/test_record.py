@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from raafl.errors import BadInput
 from raafl.local.record import POSITIONS, Recorder
-from raafl.local.shared_evaluation import PartialRecorder, add
+from raafl.runtime.executors.rank_worker import PartialRecorder, add
 
 
 def test_values_are_weighted_by_what_holds_when_they_are_logged():

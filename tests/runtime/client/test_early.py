@@ -15,8 +15,7 @@ from raafl.data.federated import ClientData
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import ALONE
 from raafl.local.train import LocalTrainer
-from raafl.runtime.client.early import EarlyTask
-from raafl.runtime.early import expected_next
+from raafl.runtime.overlap import EarlyTask, expected_next
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.helpers.single_task import Slope, whole
 

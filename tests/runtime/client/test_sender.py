@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from raafl.runtime.client.early import Sender
+from raafl.runtime.overlap import Sender
 from raafl.submodel import FlatTensors
 
 WAIT_S = 30.0

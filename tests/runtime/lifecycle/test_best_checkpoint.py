@@ -11,7 +11,7 @@ from model_zoo import MLP
 from raafl.errors import BadInput
 from raafl.runfolder.checkpoint_reader import load
 from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
-from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.lifecycle.checkpointer import SavedForm
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.small_runs import experiment, finish
 

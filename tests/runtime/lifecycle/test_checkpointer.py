@@ -10,8 +10,7 @@ import pytest
 
 from raafl.runfolder import append_file, checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runtime.lifecycle.checkpointer import Checkpointer
-from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import experiment
 

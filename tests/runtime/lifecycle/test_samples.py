@@ -17,7 +17,7 @@ from model_zoo import MLP
 from raafl.commands.report import build
 from raafl.config.options import Samples
 from raafl.errors import BadInput
-from raafl.loggers.loggers import Tables
+from raafl.loggers import Tables
 from raafl.runfolder.reading import read, sample_images
 from raafl.runtime.lifecycle.samples import pixels_of, png
 from tests.helpers.refusals import refuses

@@ -16,7 +16,7 @@ import raafl
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.lifecycle.checkpointer import SavedForm
 from raafl.submodel import FlatTensors
 from raafl.submodel.cut.layers import persistent_buffers
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raafl.core.types import Arrived, Lost, Sending
+from raafl.runtime.overlap import OverlappedSession
 from raafl.runtime.protocol import Assign
-from raafl.runtime.server.overlapped import OverlappedSession
 from raafl.submodel import FlatTensors
 from raafl.transport import Kind, Message
 from tests.helpers.coordinators import filled

@@ -381,5 +381,7 @@ TLS_MODULES = (
 
 @pytest.mark.slow("a process of its own: what a rank of torchrun imports")
 def test_ranks_of_torchrun_import_none_of_it():
-    code = f"import sys, raafl.runtime.fit; sys.exit(any(name.startswith({TLS_MODULES!r}) for name in sys.modules))"
+    code = (
+        f"import sys, raafl.runtime.over_ranks; sys.exit(any(name.startswith({TLS_MODULES!r}) for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=80, check=False).returncode == 0

@@ -1,1 +1,0 @@
-"""Send a run to W&B, TensorBoard, MLflow and other Lightning loggers."""

@@ -284,9 +284,8 @@ class Failed:
         reason = GPU_LOST if isinstance(failure, GpuLost) else ""
         if not private:
             return cls(reason, failure.where, failure.error, failure.traceback)
-        kind, place = failure.error.partition(":")[0], failure.error.rpartition(" (")[2]
-        at = f" ({place}" if place.endswith(")") else ""
-        return cls(reason, failure.where, kind.partition(" (")[0] + at)
+        kind = failure.error.partition(":")[0].partition(" (")[0]
+        return cls(reason, failure.where, kind + _place_of(failure))
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""
@@ -314,6 +313,15 @@ class Failed:
         """Convert the message to an exception for the failed task of ``client``."""
         made = GpuLost if self.reason == GPU_LOST else TaskFailed
         return made(client, self.where, self.error, self.traceback)
+
+
+def _place_of(failure: TaskFailed) -> str:
+    """Return the file and line at the end of an error, as `` (FILE:LINE)``; "" unless they are in its traceback, too."""
+    place = failure.error.rpartition(" (")[2].removesuffix(")")
+    file, _, line = place.rpartition(":")
+    # the message itself may end in parentheses, with anything in them
+    is_place = file and line.isdigit() and f'{file}", line {line}' in failure.traceback
+    return f" ({place})" if is_place else ""
 
 
 @dataclass(frozen=True, slots=True)

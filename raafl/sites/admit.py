@@ -11,6 +11,7 @@ import yaml
 
 from raafl.config.experiment import Experiment
 from raafl.config.shared import sections
+from raafl.local.client_group import num_processes
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.protocol import DRY_RUN
 from raafl.runtime.setup import user_model
@@ -34,7 +35,9 @@ def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = Fal
     policy = None if file is None else load_policy(file)
     if policy is not None and looks:
         policy = replace(policy, consent=None, hours=None, bytes_per_day=None)
-    return None if policy is None or os.environ.get("RANK", "0") != "0" else SiteGate(policy, say)
+    # a stray RANK in the environment of a single process must not switch its policy off
+    is_follower = num_processes() > 1 and os.environ["RANK"] != "0"
+    return None if policy is None or is_follower else SiteGate(policy, say)
 
 
 def admit(

@@ -114,12 +114,19 @@ class Authority:
         """Issue a certificate for a site's signing request.
 
         Raises:
-            BadInput: the request is damaged, or the site has a valid certificate for another key.
+            BadInput: the request is damaged, its key is that of a revoked certificate, or the site has a valid certificate
+                for another key.
         """
         self._check_days(days)
         site, key = request_site(request), request.public_key()
         for issued in self.issued():
-            if issued.holder.site == site and issued.valid and _spki(issued.certificate.public_key()) != _spki(key):
+            same_key = _spki(issued.certificate.public_key()) == _spki(key)
+            if issued.revoked and same_key:
+                raise BadInput(
+                    f"the request of site '{site}' has the key of a certificate that was revoked: remove {site}.key there, and "
+                    f"make a new key with `raafl certs request {site}`"
+                )
+            if issued.holder.site == site and issued.valid and not same_key:
                 raise BadInput(
                     f"site is '{site}', which has a valid certificate for another key: run `raafl certs revoke "
                     f"{site}` first, or use another site name"

@@ -5,21 +5,27 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from raafl.algorithms import fed_avg, fed_buff
 from raafl.compression.plan import Compress, CompressionPlan, TopK
 from raafl.compression.streams import UplinkCodec
 from raafl.config.options import Timeouts
+from raafl.core.algorithm import Training
 from raafl.core.local import Local, Traits
 from raafl.core.options import Guard
 from raafl.core.saving import client_to_json
 from raafl.core.types import ClientInfo, Joined
+from raafl.data.federated import ClientData
 from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.protect.privacy import Privacy
+from raafl.runtime.client.worker import Client, ClientExtension, TaskRefused
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.replay import replay
 from raafl.runtime.server.link import Inbox
@@ -74,6 +80,48 @@ def test_a_session_refuses_places_that_cannot_be_and_goes_on():
         session.stop("over")
         session.join(timeout=8)
     assert not session.is_alive()
+
+
+class Picky(ClientExtension):
+    """Refuses the first and the third task, as the policy of a site does, and keeps the values from which others start."""
+
+    starts: dict[int, FlatTensors]
+
+    def before(self, assignment):
+        if assignment.id in (1, 3):
+            raise TaskRefused("there is no consent to it", "go on")
+
+    def after(self, work):
+        self.starts[work.assignment.id] = work.received.clone()
+
+
+def test_both_ends_know_the_same_values_after_a_task_that_a_site_has_refused():
+    """A task of top_k brings what has changed since the one before, even if nobody has trained that one."""
+    made, inbox, Picky.starts, known = plan_of(down="top_k"), Inbox(), {}, {}
+    ours, theirs = socket.socketpair()
+    times = Timeouts(join_s=20.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
+    session = LoopSession(LOOP, 4, 0, TcpConnection(ours, 20.0), SessionSetup(made.submodels, times, plan=made), inbox)
+    trainer = LocalTrainer(made.submodels, Local(), "values", Training(num_epochs=1, batch_size=1))
+    data = ClientData(TensorDataset(torch.ones(2, 3), torch.tensor([0, 1])), torch.arange(2), 1)
+    pair, info = TcpConnection(theirs, 20.0), ClientInfo(4, 2)
+    client = Client(info, pair, made.submodels, trainer, data, times, plan=made, extensions=[Picky])
+    worker = Thread(target=client.run, daemon=True)
+    session.start()
+    worker.start()
+    try:
+        assert inbox.get(20.0) == Joined(info)
+        for number in (1, 2, 3, 4):
+            session.assign(task(number, client=4), drawn(made.submodels.layout(FULL, "sent"), seed=number))
+            assert inbox.get(20.0).update.refusal == ("policy" if number in (1, 3) else None)
+            known[number] = session.protocol.down.copy.clone()
+    finally:
+        session.stop("over")
+        session.join(timeout=8)
+        worker.join(timeout=8)
+        pair.close()
+    assert list(Picky.starts) == [2, 4] and not worker.is_alive()
+    for number, start in Picky.starts.items():
+        assert start.fingerprint() == known[number].fingerprint()
 
 
 # ---- whole runs ----

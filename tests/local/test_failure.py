@@ -13,7 +13,8 @@ from raafl.runtime.executors.base import attempt
 from raafl.runtime.protocol import Failed
 from tests.local.bench import assignment
 
-FAILED = TaskFailed(3, "task 0, submodel full, batch 2", "KeyError: 'Ann (34)' (data.py:7)", "Traceback\n  of Ann")
+LINE = 'Traceback\n  File "/home/me/data.py", line 7, in row\n of Ann'
+FAILED = TaskFailed(3, "task 0, submodel full, batch 2", "KeyError: 'Ann (34)' (data.py:7)", LINE)
 
 
 def to_meta(failure, private):
@@ -32,6 +33,15 @@ def test_a_failure_goes_over_the_wire_as_it_is_or_without_what_may_name_the_data
     assert private.traceback == "" and private.kind == from_meta(3, to_meta(FAILED, private=True)).kind
     bare = TaskFailed(3, "", "KeyError: 'Ann'", "")
     assert to_meta(bare, private=True)["error"] == "KeyError"
+
+
+@pytest.mark.parametrize(
+    "message", ["no row (Ann, 34)", "no row (Ann:34)", "no row (data.py:70)", "no (row", "no row ()"]
+)
+def test_a_message_that_ends_in_parentheses_names_no_place(message):
+    """An error raised within a library has no place in the user's code, and its message may end like one."""
+    told = to_meta(TaskFailed(3, "task 0", f"ValueError: {message}", LINE + f"\nValueError: {message}"), private=True)
+    assert told == {"where": "task 0", "error": "ValueError"}
 
 
 def test_what_a_peer_says_is_cleaned_and_cut():

@@ -201,7 +201,9 @@ def test_no_config_is_compared_where_this_side_has_none():
 
 
 def test_a_private_failure_says_its_type_and_place_only():
-    failure = TaskFailed(4, "task 2", "ValueError: row 17 of Mrs Smith (model.py:12)", "Traceback ... Mrs Smith")
+    failure = TaskFailed(
+        4, "task 2", "ValueError: row 17 of Mrs Smith (model.py:12)", 'File "/m/model.py", line 12: Mrs Smith'
+    )
     told = Failed.of(failure, private=True)
     assert told.error == "ValueError (model.py:12)" and not told.traceback
     assert isinstance(Failed.of(GpuLost(4, "w", "e", "t"), private=False).to_error(4), GpuLost)

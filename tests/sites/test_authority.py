@@ -122,6 +122,18 @@ def test_a_second_key_for_a_name_is_refused_while_the_first_is_good(authority, t
     assert authority.sign(other).valid
 
 
+def test_a_key_whose_certificate_was_revoked_gets_no_other(authority, tmp_path):
+    """`raafl certs request` keeps a key that is there: the stolen one, unless somebody removes it."""
+    authority.sign(request(tmp_path, "north"))
+    authority.revoke("north")
+    stolen = files.read_key(tmp_path / "north.key")
+    for again in (request(tmp_path, "north"), csr(stolen, "south")):
+        with pytest.raises(BadInput, match=r"has the key of a certificate that was revoked: remove (north|south)\.key"):
+            authority.sign(again)
+    (tmp_path / "north.key").unlink()
+    assert authority.sign(request(tmp_path, "north")).valid
+
+
 def csr(key, *names):
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names])
     return x509.CertificateSigningRequestBuilder(subject).sign(key, hashes.SHA256())

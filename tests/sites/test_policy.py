@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.errors import BadInput
+from raafl.sites.admit import open_gate
 from raafl.sites.policy import SitePolicy, load_policy, same_part
 
 
@@ -80,3 +81,19 @@ def test_a_plain_name_is_of_a_part_of_raafls_own_and_of_no_other():
     assert same_part("models", "model_zoo.MLP", "model_zoo.mlp.MLP")
     assert not same_part("models", "MLP", "mine.MLP") and not same_part("models", "MLP", "model_zoo.CNN")
     assert same_part("models", "mine.MLP", "mine.MLP") and not same_part("models", "mine.MLP", "model_zoo.MLP")
+
+
+@pytest.mark.parametrize(
+    ("variables", "checks"),
+    [
+        ({}, True),
+        ({"RANK": "3"}, True),  # left over from a batch system: this process is a client of its own
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),  # a follower does only what the first process passes on
+    ],
+)
+def test_a_policy_is_checked_by_each_process_that_talks_to_a_server(tmp_path, monkeypatch, variables, checks):
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (variables | (torchrun if "WORLD_SIZE" in variables else {})).items():
+        monkeypatch.setenv(name, value)
+    assert (open_gate(written(tmp_path, "min_samples: 7"), print) is not None) is checks

@@ -427,9 +427,10 @@ class Client:
     def _trained(self, arrival: Arrival) -> Work:
         peak_bytes(self.trainer.fabric.device, anew=True)
         assignment, trainer, context = arrival.assignment, self.trainer, self.context
+        # even if the task is then refused: the server takes for known what it has sent, and sends the next task relative to it
+        received = self.down.unpack(assignment, arrival.tensors)
         for one in self._extensions:
             one.before(assignment)
-        received = self.down.unpack(assignment, arrival.tensors)
         for one in self._extensions:
             trainer, context = one.begin(assignment, trainer, context)
         return Work(arrival, received, attempt(trainer, assignment, received, self.data, context))

@@ -126,6 +126,12 @@ def test_a_secret_seed_is_needed_to_replay(tmp_path):
     assert replay(tmp_path / "run")["equal"] is True
     assert (tmp_path / "seed").read_text().strip() not in (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "seed").unlink()
+    with pytest.raises(
+        BadInput, match=r"seed', which is missing: restore the file from which the noise of .*run' was computed"
+    ):
+        replay(tmp_path / "run")
+    assert not (tmp_path / "seed").exists()  # the config may be somebody else's, who names any path here
+    (tmp_path / "seed").write_text("sum " + "ab" * 32)
     assert replay(tmp_path / "run")["equal"] is False
 
 

@@ -46,7 +46,7 @@ def with_options(
         return algorithm
     from raafl.parts.protect.privacy import noise_key, private
 
-    return private(algorithm, privacy, num_clients, b"" if seed is None else noise_key(privacy, seed))
+    return private(algorithm, privacy, num_clients, *((b"",) if seed is None else noise_key(privacy, seed)))
 
 
 def sound(algorithm: Algorithm, submodels: Submodels, max_norm_ratio: float | None) -> Algorithm:

@@ -46,8 +46,12 @@ NEIGHBOURS = "one client's updates replaced by zero"
 MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; composed, no amplification by sampling"
 
 
-def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:
+def private(
+    algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes, follows_sum: bool = False
+) -> Algorithm:
     """Return ``algorithm`` with a differentially private merge; unchanged if privacy is off.
+
+    `key`, `follows_sum`: as returned by `noise_key`.
 
     Raises:
         BadInput: the package dp-accounting is not installed, delta is too large for so few clients, or the algorithm
@@ -77,6 +81,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
         privacy.divisor or expected_updates(algorithm, num_clients),
         key,
         privacy.max_epsilon,
+        follows_sum,
     )
     return replace(algorithm, merge=merge)
 
@@ -89,24 +94,30 @@ def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
     return float(getattr(trigger, "size", 1))
 
 
-def noise_key(privacy: Privacy, seed: int) -> bytes:
-    """Return the 32 bytes from which all noise is generated: read from `Privacy.seed_file`, or derived from the run's ``seed``.
+FOLLOWS_SUM = "sum "
+"""Begin of a seed file whose noise depends on the sums, too. Files of earlier versions lack it, and give the same noise as ever."""
 
-    If the file is missing, it is created from the operating system's randomness, readable only by its owner.
+
+def noise_key(privacy: Privacy, seed: int) -> tuple[bytes, bool]:
+    """Return the 32 bytes from which all noise is generated, and whether the noise depends on each sum, too.
+
+    The bytes are read from `Privacy.seed_file`, or derived from the run's ``seed``. If the file is missing, it is created
+    from the operating system's randomness, readable only by its owner.
 
     Raises:
         BadInput: the file cannot be read or created, or does not contain 64 hexadecimal digits.
     """
     if privacy.seed_file is None:
-        return hashlib.blake2b(f"raafl noise/{seed}".encode(), digest_size=32).digest()
+        return hashlib.blake2b(f"raafl noise/{seed}".encode(), digest_size=32).digest(), False
     path = Path(privacy.seed_file)
     try:
         if not path.exists():
-            write_private(path, f"{secrets.token_hex(32)}\n".encode())
-        key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+            write_private(path, f"{FOLLOWS_SUM}{secrets.token_hex(32)}\n".encode())
+        text = path.read_text(encoding="ascii").strip()
+        key = bytes.fromhex(text.removeprefix(FOLLOWS_SUM))
         if len(key) < 32:
             raise ValueError("the file has fewer than 64 hexadecimal digits")
-        return key
+        return key, text.startswith(FOLLOWS_SUM)
     except (OSError, ValueError) as error:
         raise BadInput(f"privacy.seed_file is '{path}': {error}: name a new file, or one that raafl has made") from None
 
@@ -167,8 +178,9 @@ class Private(Wrapped):
     staleness factor.
 
     The noise is generated from a secret key and the ids of the merged tasks. So runs replay and resume to the bit, and
-    if a merge is lost in a crash and done again with other tasks, its noise is new. Memory: one sum for each distinct
-    submodel in a merge.
+    if a merge is lost in a crash and done again with other tasks, its noise is new. With a key from a file it depends on a
+    digest of the sum, too: no two sums get the same noise, whose difference would be free of it, even if ids are used
+    again, by another run with that file or after a power failure. Memory: one sum for each distinct submodel in a merge.
 
     Attributes:
         clip_norm: norm C to which changes are clipped.
@@ -177,6 +189,7 @@ class Private(Wrapped):
         divisor: number m by which the noisy sum is divided.
         key: secret seed of the noise, as bytes.
         max_epsilon: largest epsilon that a client may spend; None = no limit.
+        follows_sum: whether the noise depends on the sum, too.
     """
 
     clip_norm: float
@@ -185,6 +198,7 @@ class Private(Wrapped):
     divisor: float
     key: bytes = field(repr=False)
     max_epsilon: float | None = None
+    follows_sum: bool = False
 
     def check(self, state: GlobalState) -> list[str]:
         """Return the wrapped merge's problems, and those that rule out privacy, such as running statistics in the model."""
@@ -267,11 +281,12 @@ class Private(Wrapped):
         """Turn the sum of clipped changes into their noisy mean, in place."""
         assignments = [item.update.assignment for item in state.waiting]
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+        digest = (total.model_digest(),) if self.follows_sum and scale else ()
         for number, (dtype, buffer) in enumerate(total.buffers.items()):
             if not is_merged(dtype):  # updates have no integer buffers
                 continue
             if scale:
-                key = hashlib.blake2b(self.key + repr((assignments, number)).encode(), digest_size=32).digest()
+                key = hashlib.blake2b(self.key + repr((assignments, number, *digest)).encode(), digest_size=32).digest()
                 for piece, noise in zip(torch.split(buffer, CHUNK), gaussian(key, len(buffer)), strict=True):
                     piece.add_((noise * scale).to(piece))
             buffer.div_(self.divisor)

@@ -15,13 +15,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raafl.atomic_file import remove_leftovers
 from raafl.core.coordinator import Coordinator
+from raafl.core.options import Privacy
 from raafl.core.restoring import restore
 from raafl.core.types import Limits
 from raafl.errors import BadInput, RunFailed
+from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
@@ -189,6 +191,21 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
         )
 
 
+def check_privacy(saved: SavedRun, experiment: Experiment) -> None:
+    """Raise `BadInput` for another clipping norm or noise than the run began with, by which its epsilon is computed."""
+    config = load_yaml((saved.folder / CONFIG).read_text(encoding="utf-8"))
+    if not config:  # the run was started by Python code that wrote no config
+        return
+    begun = config.get("privacy") or {}
+    for name in ("clip_norm", "noise_multiplier"):
+        given, recorded = getattr(experiment.privacy, name), begun.get(name, getattr(Privacy(), name))
+        if given != (None if recorded is None else float(recorded)):
+            raise BadInput(
+                f"privacy.{name} is {given}, but the run began with {recorded}, for which its epsilon is counted: leave it "
+                "out"
+            )
+
+
 def same_mode(experiment: Experiment, begun: JournalRow, what: str) -> None:
     """Raise `BadInput` if a config batches clients in another mode than the simulated run that the journal records.
 
@@ -232,6 +249,10 @@ def _note() -> Path:
     return Path("runs") / ".torchrun" / name
 
 
+UNDONE = "undone"
+"""Key in the journal's row of a restart: client id and model version of each update whose merge it has undone."""
+
+
 @dataclass(frozen=True)
 class Mended:
     """Result of `mend`, which cuts the journal and tables of a run back to its last checkpoint."""
@@ -241,6 +262,8 @@ class Mended:
     num_missing: int  # number of events before the checkpoint that are not in the journal
     joins: dict[int, int]  # by client id: number of times that the client has joined
     merged: list[tuple[int, int]]  # client id and model version of each update that was merged after the checkpoint
+    # the same of earlier restarts from this checkpoint, or from a later one that is lost; a list for each restart
+    before: list[list[tuple[int, int]]]
 
 
 def mend(saved: SavedRun) -> Mended:
@@ -254,7 +277,7 @@ def mend(saved: SavedRun) -> Mended:
     metrics = read_table(folder / METRICS)
     header = next(metrics)
     write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
-    last_id, joins = 0, dict[int, int]()
+    last_id, joins, before = 0, dict[int, int](), list[list[tuple[int, int]]]()
     later: dict[int, JournalRow] = {}  # by id: tasks that were assigned after the checkpoint
     # read also the rows that a resume has cut off, since their ids must not be used again
     for row in (journal := JournalReader(folder)).written():
@@ -266,6 +289,10 @@ def mend(saved: SavedRun) -> Mended:
             last_id = max(last_id, row["last_id"])
         elif row.get("event") == "joined":
             joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
+        elif row.get("event") == "resumed" and row["kept"] >= section["record"]["num_events"]:
+            before.append(
+                [(int(client), int(version)) for client, version in cast(dict[str, Any], row).get(UNDONE, ())]
+            )
     num_rows, rows = section["record"]["num_rows"], read_table(folder / CLIENTS)
     header = next(rows)
     client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
@@ -274,7 +301,7 @@ def mend(saved: SavedRun) -> Mended:
     merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
     write_table(folder / CLIENTS, chain([header], kept, lost))
     num_missing = max(section["record"]["num_events"] - journal.num_events, 0)
-    return Mended(last_id, len(later), num_missing, joins, merged)
+    return Mended(last_id, len(later), num_missing, joins, merged, before)
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
@@ -288,7 +315,8 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     roster.last_id = max(roster.last_id, mended.last_id)  # the ids of lost tasks are not used again
     for client, num in mended.joins.items():  # incarnations are not used again either
         roster.joins[client] = max(roster.joins[client], num)
-    coordinator.algorithm.merge.on_rollback(coordinator.state, mended.merged)
+    for merged in (*mended.before, mended.merged):
+        coordinator.algorithm.merge.on_rollback(coordinator.state, merged)
     record.lose(mended.num_lost)
     coordinator.restart()
 
@@ -318,6 +346,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
     coordinator, section = run.parts.coordinator, saved.section
     check_limits(saved, coordinator.limits)
     try:
+        check_privacy(saved, run.parts.experiment)
         # check before new seals are written, which would hide changes of sealed files
         altered = check_books(run.folder).findings
         with restoring(saved):
@@ -347,6 +376,9 @@ def go_on(run: Any, saved: SavedRun) -> None:
         "restarted": saved.restarts,
         "start": run.limits(),
     }
+    if saved.restarts and mended.merged:
+        # clients.csv lists these merges no more: should the server crash again before its next checkpoint, they count still
+        cast(dict[str, Any], row)[UNDONE] = mended.merged
     run.writer.event(row)
     run.progress.follow(run.writer, run.folder)
     run.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import math
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from tests.parts.protect.test_robust import BOTTOM, INF, MIDDLE, TOP, WithNorm, 
 KEY = b"k" * 32
 
 
-def make(inner, clip_norm=INF, sigma=0.0, divisor=1.0, key=KEY):
-    return Private(inner, clip_norm, sigma, 1e-5, divisor, key)
+def make(inner, clip_norm=INF, sigma=0.0, divisor=1.0, key=KEY, **fields):
+    return Private(inner, clip_norm, sigma, 1e-5, divisor, key, **fields)
 
 
 def give(merge, state, updates, first=1):
@@ -38,9 +39,9 @@ def give(merge, state, updates, first=1):
     return state
 
 
-def noise_for(assignments, num, key=KEY):
+def noise_for(assignments, num, key=KEY, *digest):
     """Box and Muller on SHAKE-256, one number at a time."""
-    key = hashlib.blake2b(key + repr((assignments, 0)).encode(), digest_size=32).digest()
+    key = hashlib.blake2b(key + repr((assignments, 0, *digest)).encode(), digest_size=32).digest()
     pairs = (num + 1) // 2
     stream = hashlib.shake_256(key + (0).to_bytes(8, "little")).digest(16 * pairs)
     uniform = [((int.from_bytes(stream[8 * i : 8 * i + 8], "little") >> 11) + 0.5) / 2**53 for i in range(2 * pairs)]
@@ -110,6 +111,24 @@ def test_every_merge_draws_noise_of_its_own():
     secret = give(make(Deltas(), 1.0, 1.0, key=b"s" * 32), line_state(), [(0.0, FULL, 1, 0, 1)], first=1)
     digests = [state.values.model_digest() for state in (first, again, other, secret)]
     assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_with_a_seed_file_ids_may_come_again_and_the_noise_does_not():
+    """In another run with that file, or after a power failure: the difference of two models is then no client's update."""
+
+    def released(value, **fields):
+        state = give(make(Deltas(), 1.0, 2.0, **fields), line_state(), [(value, FULL, 1, 0, 1)])
+        return values_of(state)
+
+    # without it: an update of norm 0.25 sqrt(13), below 1, is what the model moves by beside the noise of another
+    torch.testing.assert_close(released(0.25) - released(0.0), torch.full((13,), 0.25), rtol=0, atol=1e-6)
+    for value in (0.0, 0.25):
+        digest = filled(line_state(), value).model_digest()
+        expected = [value + 2 * noise for noise in noise_for([1], 13, KEY, digest)]
+        assert released(value, follows_sum=True).tolist() == pytest.approx(expected, rel=1e-5)
+        assert torch.equal(released(value, follows_sum=True), released(value, follows_sum=True))  # as in a replay
+    change = released(0.25, follows_sum=True) - released(0.0, follows_sum=True) - 0.25
+    assert change.abs().max() > 1
 
 
 def test_the_noise_is_normal():
@@ -208,10 +227,16 @@ def test_a_merge_is_expected_to_have_so_many(algorithm, num):
 
 def test_the_seed_file_is_made_once_and_for_its_owner_alone(tmp_path):
     privacy = Privacy(clip_norm=1.0, seed_file=str(tmp_path / "noise.seed"))
-    key = noise_key(privacy, seed=0)
-    assert len(key) == 32 and noise_key(privacy, seed=1) == key
+    key, follows_sum = noise_key(privacy, seed=0)
+    assert len(key) == 32 and follows_sum and noise_key(privacy, seed=1) == (key, True)
     assert stat.S_IMODE((tmp_path / "noise.seed").stat().st_mode) == 0o600
-    assert noise_key(Privacy(clip_norm=1.0, seed_file=str(tmp_path / "other")), seed=0) != key
+    assert noise_key(Privacy(clip_norm=1.0, seed_file=str(tmp_path / "other")), seed=0)[0] != key
+    assert private(fed_avg(), replace(privacy, noise_multiplier=0.0), 4, *noise_key(privacy, 0)).merge.follows_sum
+
+
+def test_a_seed_file_of_an_earlier_version_gives_the_noise_that_it_gave(tmp_path):
+    (tmp_path / "old").write_text("6b" * 32 + "\n")
+    assert noise_key(Privacy(clip_norm=1.0, seed_file=str(tmp_path / "old")), seed=0) == (KEY, False)
 
 
 def test_without_a_file_the_runs_seed_decides():

@@ -236,11 +236,18 @@ def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
     [
         ("--max_time=0.1", r"max_time is 0\.1 s, but the run has already taken \d\.\d s: give a larger value, or null"),
         ("--max_updates=6", r"max_updates is 6, but the run has already merged \d\d: give a larger value, or null"),
+        (
+            "--privacy.noise_multiplier=9",
+            r"privacy.noise_multiplier is 9\.0, but the run began with 0\.5, for which its epsilon is counted: leave it out",
+        ),
+        ("--privacy.clip_norm=2", r"privacy.clip_norm is 2\.0, but the run began with 1\.0, for which"),
     ],
 )
-def test_a_limit_that_lies_behind_a_run_is_named_before_anything_changes(tmp_path, monkeypatch, option, says):
+def test_what_a_run_cannot_go_on_with_is_named_before_anything_changes(tmp_path, monkeypatch, option, says):
     folder = tmp_path / "cut"
-    crashed(monkeypatch, 30, "--config", CONFIG, "--max_updates=60", "--checkpoint_every=1", f"--output={folder}")
+    private = ("--privacy.clip_norm=1", "--privacy.noise_multiplier=0.5")
+    options = ("--config", CONFIG, *SMALL, *private, "--max_updates=60", "--checkpoint_every=1", f"--output={folder}")
+    crashed(monkeypatch, 30, *options)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(BadInput, match=says):
         simulated("--resume", str(folder), option)
@@ -278,6 +285,29 @@ def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
     assert mended.merged == [(number % 9, number) for number in range(kept + 1, num + 1)]
     assert rows(tmp_path / "clients.csv")[-1][3] == str(kept) and len(rows(tmp_path / "clients.csv")) == 1 + kept
     assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "100"]
+
+
+def test_merges_that_a_crash_has_undone_count_until_a_checkpoint_has_counted_them(tmp_path):
+    """Two crashes after one checkpoint, of 10 events and two tasks, then another after a checkpoint of 14 events."""
+
+    def mended(tasks, num_rows, num_events):
+        with (tmp_path / "clients.csv").open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(tasks)
+        record = {"num_rows": num_rows, "num_events": num_events}
+        section = {"runtime": "distributed", "coordinator": {"version": 2, "last_id": 2}, "record": record}
+        found = mend(SavedRun(tmp_path, {}, section))
+        row = {"event": "resumed", "kept": num_events, "undone": found.merged}
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return found.before, found.merged
+
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "run"}) + "\n")
+    write_table(tmp_path / "metrics.csv", [["version"], ["0"]])
+    write_table(tmp_path / "clients.csv", [["client", "outcome", "merged_version"], [1, "merged", 1], [2, "merged", 2]])
+    assert mended([(1, "merged", 3), (2, "lost:other", 3), (1, "merged", 4)], 2, 10) == ([], [(1, 3), (1, 4)])
+    assert mended([(2, "merged", 3)], 2, 10) == ([[(1, 3), (1, 4)]], [(2, 3)])
+    assert mended([(3, "merged", 3), (3, "merged", 4)], 3, 14) == ([], [(3, 4)])
+    assert mended([], 2, 10) == ([[(1, 3), (1, 4)], [(2, 3)], [(3, 4)]], [(3, 3)])  # the checkpoint of 14 is damaged
 
 
 @pytest.fixture(scope="module")

@@ -144,8 +144,12 @@ class Frames:
         head_bytes = memoryview(bytearray(HEADER_BYTES))
         yield head_bytes
         header = codec.decode_header(head_bytes)
-        text = memoryview(bytearray(header.json_bytes))
-        yield text
+        pieces, left = list[bytearray](), header.json_bytes
+        while left:  # in pieces, so that a header alone claims no memory
+            pieces.append(bytearray(min(left, _SCRATCH_BYTES)))
+            yield memoryview(pieces[-1])
+            left -= len(pieces[-1])
+        text = b"".join(pieces)
         head, partial = b"".join((head_bytes, text)), self.partial
         if partial is not None:
             if head != partial.head:

@@ -64,6 +64,20 @@ def test_each_chunk_is_followed_by_a_checksum_that_its_index_seeds():
     assert count_chunks(codec.declared(one.tensors)) == 3
 
 
+def test_a_header_alone_claims_no_memory():
+    meta = {"text": "x" * 300_000}
+    data = codec.encode_head(Message(Kind.UPDATE, 7, 0, meta))
+    steps, start, sizes = Frames(Wire()).receiving(lambda *_: None, False), 0, []
+    with pytest.raises(StopIteration) as end:
+        while True:
+            view = next(steps)
+            view[:] = data[start : start + len(view)]
+            sizes.append(len(view))
+            start += len(view)
+    assert end.value.value.meta == meta
+    assert sizes[0] == codec.HEADER_BYTES and sum(sizes) == len(data) and max(sizes) <= 64 << 10
+
+
 def test_pieces_of_several_dtypes_make_chunks_of_at_least_their_length():
     sizes = ((torch.bool, 3), (torch.float32, 20), (torch.int64, 1))  # pieces of 3; 64 and 16; 8 bytes
     assert count_chunks(sizes) == 2  # 3 + 64, 16 + 8

@@ -354,12 +354,18 @@ class SessionLine:
         steps = self.pair.sending(message)
         with suppress(StopIteration, PeerLost, PeerTimeout):  # the coroutine that waits notices a lost connection
             next(steps)
-            self._session.loop.begin(self._finish(steps))  # the system lacks buffers, so send the rest later
+            # The system lacks buffers, so send the rest later. Nothing else may be sent in between, and a lock that is free
+            # is acquired at once.
+            with suppress(StopIteration):
+                self._sending.acquire().send(None)
+            self._session.loop.begin(self._finish(steps))
 
     async def _finish(self, steps: Waits[int]) -> None:
-        async with self._sending:
+        try:
             with suppress(PeerLost, PeerTimeout):
                 await self._drive(steps)
+        finally:
+            self._sending.release()
 
     def close(self) -> None:
         """End the connection; callable from any thread."""

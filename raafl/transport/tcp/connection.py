@@ -124,11 +124,14 @@ class TcpConnection(Connection):
                 self.received_bytes = self._stream.num_read - before
 
     def _reading(self, steps: Generator[memoryview, None, Message]) -> Waits[Message]:
+        num_read = 0
         try:
             while True:
                 view = next(steps)
                 yield from self._stream.reading_into(view)
-                if len(view) >= PIECE_BYTES:
+                # counted over small pieces, too: a refused payload is read in such, and may come without a gap
+                if (num_read := num_read + len(view)) >= PIECE_BYTES:
+                    num_read = 0
                     yield PAUSE
         except StopIteration as end:
             message: Message = end.value

@@ -338,6 +338,9 @@ class SocketLoop:
                 mailbox.wake = None
             if watch is not None:
                 watch.waiting.remove(done)
+                # a descriptor that is closed while it is watched for writing would fail the next socket with its number
+                if wait.writes and not watch.waiting and self._watches.get((descriptor, True)) is watch:
+                    self._watch_no_more((descriptor, True))
 
     def _watch(self, sock: socket.socket, key: tuple[int, bool]) -> _Watch:
         watch = self._watches.get(key)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +16,14 @@ from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session_loop import LoopSession
+from raafl.runtime.server.session_loop import LoopSession, SessionLine
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.runtime.server.wall_clock import LinkTracker
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files
 from raafl.transport import Kind, Message, PeerLost, codec, frames
 from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.stream import Wait
 from tests.helpers.coordinators import filled, line_state
 from tests.runtime.server.sessions import INFO, LOOP, WAIT_S, task
 
@@ -297,3 +300,34 @@ def test_a_client_whose_site_is_taken_out_while_it_is_away_is_lost_at_once(door)
     since = time.monotonic()
     event = door.event()
     assert isinstance(event, Lost) and "revoked" in event.reason and time.monotonic() - since < WAIT_S / 4
+
+
+def test_nothing_is_sent_within_a_heartbeat_for_which_the_system_lacked_buffers():
+    tasks, sent = [], []
+
+    class Pair:
+        resumes = closed = has_unsent = False
+
+        def sending(self, message):
+            sent.append("first half")
+            yield Wait(None, False, 0.0)
+            sent.append("second half")
+
+    async def drive(steps):
+        with pytest.raises(StopIteration):
+            steps.send(True)
+
+    async def other(line):
+        async with line._sending:
+            sent.append("an assignment")
+
+    async def both(line):
+        line.beat(Message(Kind.KEEPALIVE))
+        line.beat(Message(Kind.KEEPALIVE))  # none while the first is on its way
+        # the assignment's turn comes first
+        await asyncio.gather(other(line), *tasks)
+        return line._sending.locked()
+
+    session = SimpleNamespace(loop=SimpleNamespace(drive=drive, begin=tasks.append))
+    assert not asyncio.run(both(SessionLine(Pair(), session, 0.0, None)))
+    assert sent == ["first half", "second half", "an assignment"]

@@ -13,7 +13,7 @@ import torch
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.stream import TimeBudget, hang_up
+from raafl.transport.tcp.stream import PAUSE, TimeBudget, hang_up
 from tests.helpers.raw_frames import encode
 
 pytestmark = pytest.mark.timeout(90)
@@ -188,3 +188,20 @@ def test_a_connection_that_another_thread_has_closed_holds_nothing_back(sockets)
     pair = TcpConnection(sockets[0], 10.0)
     pair.close()
     assert not pair.has_unsent
+
+
+def test_a_refused_message_that_comes_without_a_gap_lets_others_have_their_turn(sockets, pool):
+    """Its payload is discarded in pieces of 64 KiB, of which the next is mostly there already."""
+    server, client = sockets
+    sender, pair = TcpConnection(client, 20.0), TcpConnection(server, 20.0)
+    sending = pool.submit(sender.send, Message(Kind.UPDATE, 1, 0, {"a": 1}, random_flat(1 << 20)))
+    steps, num_pauses, is_ready = pair.receiving(nothing, 20.0), 0, None
+    with pytest.raises(Refused, match="wrong-layout"):
+        while True:
+            wait = steps.send(is_ready)
+            num_pauses += wait is PAUSE
+            is_ready = wait.stream is not None and wait.stream.poll(wait.writes, wait.timeout_s)
+    assert num_pauses == 4  # 4 MiB, a pause after each
+    sending.result(20.0)
+    sender.close()
+    pair.close()

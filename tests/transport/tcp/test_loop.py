@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raafl.transport import PeerTimeout
 from raafl.transport.tcp import loop as loop_module
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.loop import TICK_S, Patience, Reminders, SocketLoop
@@ -111,6 +112,25 @@ def test_a_socket_is_registered_once_and_a_new_one_may_have_its_descriptor(loop)
         theirs.close()
         ours.close()
     assert numbers[0] == numbers[1]
+
+
+def test_a_peer_that_does_not_read_does_not_fail_the_next_socket_with_its_descriptor(loop):
+    ours, theirs = socket.socketpair()
+    stream = SocketStream(ours, TimeBudget(0.1), 0)
+    threading.Timer(0.02, theirs.sendall, (b"12345",)).start()
+    assert read(loop, stream, 5) == b"12345"  # from now on it is watched for reading
+    with pytest.raises(PeerTimeout):
+        loop.wait_for(loop.drive(stream.writing_all([bytes(8 << 20)])))
+    number = ours.fileno()
+    assert (number, True) not in loop._watches
+    ours.close()
+    theirs.close()
+    ours, theirs = socket.socketpair()
+    assert ours.fileno() == number
+    threading.Timer(0.02, theirs.sendall, (b"67890",)).start()
+    assert read(loop, SocketStream(ours, TimeBudget(20.0), 0), 5) == b"67890"
+    ours.close()
+    theirs.close()
 
 
 def test_what_comes_while_nobody_waits_does_not_keep_the_loop_busy(loop):

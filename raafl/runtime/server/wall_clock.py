@@ -288,7 +288,7 @@ class Server(Driver):
             event.update.train_s = now - assignment.assigned_s if assignment is not None else 0.0
             self._sent_no_more(event.update.client, event.update.incarnation, event.update.assignment)
         elif isinstance(event, Joined):
-            self._take_in(event)
+            return self._take_in(event)
         elif isinstance(event, Lost):
             return self._let_go(event)  # the coordinator does not know a client that never joined
         return True
@@ -392,8 +392,11 @@ class Server(Driver):
             if session.is_alive():
                 session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
-    def _take_in(self, event: Joined) -> None:
-        """Make the session of a client that joined its active one, and stop the session that it replaces."""
+    def _take_in(self, event: Joined) -> bool:
+        """Make the session of a client that joined its active one, and stop the session that it replaces.
+
+        Of two connections of a client the newer counts, whichever HELLO comes first; return False for the older.
+        """
         client = event.client.id
         with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
@@ -401,12 +404,17 @@ class Server(Driver):
             if not self.coordinator.started:
                 there = len(self.coordinator.roster.clients) + 1
                 self.note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
-            return
-        earlier, self.sessions[client] = self.sessions.get(client), session
-        self._note_clients(f"client {client} joined{' again' if self.coordinator.roster.joins[client] else ''}")
+            return True
+        earlier = self.sessions.get(client)
+        is_newer = earlier is None or earlier.incarnation < session.incarnation
+        if is_newer:
+            self.sessions[client] = session
+            self._note_clients(f"client {client} joined{' again' if self.coordinator.roster.joins[client] else ''}")
         if earlier is not None:
-            earlier.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
-            self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), earlier))
+            replaced = earlier if is_newer else session
+            replaced.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
+            self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), replaced))
+        return is_newer
 
     def _let_go(self, event: Lost) -> bool:
         """Remove a session that has ended; return whether its client had joined."""

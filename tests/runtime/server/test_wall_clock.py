@@ -13,7 +13,7 @@ import pytest
 
 from raafl.algorithms import fed_avg
 from raafl.core.coordinator import TIME_UP
-from raafl.core.types import Arrived, Lost, Update
+from raafl.core.types import Arrived, ClientInfo, Joined, Lost, Update
 from raafl.runtime.server.wall_clock import Server
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.tensor_files import NoRoom
@@ -130,6 +130,18 @@ def test_a_client_that_comes_again_and_again_is_refused_while_seven_of_its_sessi
     house.enter(2, lambda incarnation: Life(2, incarnation))
     del house._leaving[0]  # one has ended
     house.enter(1, lambda incarnation: Life(1, incarnation))
+
+
+def test_of_two_connections_of_a_client_the_newer_counts_whichever_hello_comes_first():
+    house = server()
+    for _ in range(2):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    older, newer = (house._entering[1, incarnation] for incarnation in (0, 1))
+    said = [house._admit(Joined(ClientInfo(1, 5, incarnation=incarnation)), 1.0) for incarnation in (1, 0)]
+    assert said == [True, False]  # the coordinator does not hear of the older
+    assert house.sessions == {1: newer} and newer.stopped == []
+    assert older.stopped == ["replaced: client 1 has joined from elsewhere"]
+    assert [life for _, life in house._leaving] == [older] and not house._entering
 
 
 def test_clients_on_their_way_in_are_told_of_the_end_and_so_are_those_that_come_later():

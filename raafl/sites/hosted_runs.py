@@ -22,7 +22,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -135,6 +135,11 @@ class HostedRun:
         self.ask(replace(asked, stop=False))
         (self._own / "ended.json").unlink(missing_ok=True)
 
+    def forget(self) -> None:
+        """Remove what is stored about a run whose config and run folder are gone."""
+        for name in ("ended.json", "asked.json"):  # the request last, since by it the rest is found again
+            (self._own / name).unlink(missing_ok=True)
+
     @property
     def is_kept(self) -> bool:
         """Whether some process runs this run, even one that an earlier process of this server has started."""
@@ -207,6 +212,16 @@ def configs(folder: Path) -> list[HostedRun]:
             runs.append(HostedRun(folder, check_run_name(file.stem)))
     since = {run.name: asked.since if (asked := run.asked) else float("inf") for run in runs}
     return sorted(runs, key=lambda run: (since[run.name], run.name))
+
+
+def removed(folder: Path, known: Collection[str]) -> list[HostedRun]:
+    """Return the runs, of names not in ``known``, that were asked for, but have neither config, run folder nor process."""
+    stored = [HostedRun(folder, path.name) for path in (folder / _FOLDER).glob("*") if path.name not in known]
+    return [
+        run
+        for run in stored
+        if run.asked is not None and not (run.config.exists() or run.run_folder.exists() or run.is_kept)
+    ]
 
 
 @contextmanager

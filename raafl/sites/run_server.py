@@ -6,6 +6,7 @@ they have started. A question is a frame of `raafl.transport.codec` over TLS, on
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -26,7 +27,7 @@ from raafl.runtime.supervisor import Child, RestartPolicy, exit_in_words
 from raafl.sanitize import sanitize_text, sanitize_tree
 from raafl.sites.certificates import write
 from raafl.sites.credentials import stamp_of
-from raafl.sites.hosted_runs import MAX_CONFIG, STATES, HostedRun, configs, state_folder_of
+from raafl.sites.hosted_runs import MAX_CONFIG, STATES, HostedRun, configs, removed, state_folder_of
 from raafl.sites.server import Sites
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
@@ -157,7 +158,8 @@ class RunServer:
         self._digests: dict[bytes, HostedRun] = {}
         self._children: dict[str, Child] = {}
         self._stamps: dict[str, tuple[int, ...]] = {}
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # warnings that were logged
+        self._gone: set[str] = set()  # runs whose files the last look did not find any more
         self._num_answering = 0
         self._turns = TokenBucket()  # limits the questions of each site
         self._loop = SocketLoop()
@@ -191,7 +193,10 @@ class RunServer:
             for name, run in self._runs.items():
                 if self._max_runs is not None and num >= self._max_runs:
                     break
-                num += self._start(name, run)
+                try:
+                    num += self._start(name, run)
+                except OSError as error:  # memory, descriptors or disk space are used up: the next look tries again
+                    self._warn_once(f"run '{name}': its process cannot be started: {error}")
 
     @property
     def num_running(self) -> int:
@@ -201,24 +206,41 @@ class RunServer:
 
     def _find(self) -> None:
         for file in self._folder.glob("*.yaml"):
-            if file.name not in self._told:
-                try:
-                    check_run_name(file.stem)
-                except BadInput as error:
-                    self._told.add(file.name)
-                    _log.warning("%s is no run: %s", file, error)
+            try:
+                check_run_name(file.stem)
+            except BadInput as error:
+                self._warn_once(f"{file} is no run: {error}")
         found: dict[str, HostedRun] = {}
         for run in configs(self._folder):
             if run.asked is None:
-                stamp = stamp_of(run.config)
-                # a config is read after two looks have found it unchanged: somebody may still be writing it
-                if self._stamps.get(run.name) != stamp:
+                _, size, *_ = stamp = stamp_of(run.config)
+                # a config is read after two looks have found it unchanged, and not empty: somebody may still be writing it
+                if self._stamps.get(run.name) != stamp or not size:
                     self._stamps[run.name] = stamp
                     continue
-                run.ask_first()
+                try:
+                    run.ask_first()
+                except OSError as error:
+                    self._warn_once(f"run '{run.name}' cannot be begun: {error}")
+                    continue
                 _log.info("run '%s': found its config in %s", run.name, self._folder)
             found[run.name] = run
         self._runs, self._digests = found, {digest_of(name): run for name, run in found.items()}
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Forget runs of which neither config nor run folder is left at two looks, so that their names are free again."""
+        gone = {run.name for run in removed(self._folder, self._runs)}
+        for name in gone & self._gone:
+            HostedRun(self._folder, name).forget()
+            self._children.pop(name, None)
+            _log.info("run '%s': forgotten, since its files were removed", name)
+        self._gone = gone - self._gone
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("%s", text)
 
     def _starts(self, name: str) -> bool:
         """Check whether a run's process was started and is still alive; at first it does not hold the run's lock yet."""
@@ -276,7 +298,8 @@ class RunServer:
 
     async def _serve(self, connection: TcpConnection, peer: Peer) -> None:
         try:
-            asked = await self._loop.drive(connection.receiving(no_tensors, _QUESTION_S))
+            async with asyncio.timeout(_QUESTION_S):  # a peer that sends byte by byte must not occupy a place for hours
+                asked = await self._loop.drive(connection.receiving(no_tensors, _QUESTION_S))
             if asked.kind is not Kind.RUNS:
                 problem = "this server has several runs: join one with --run NAME, or all with --any"
                 meta: dict[str, Any] = {"reason": f"refused: {problem}"}
@@ -285,12 +308,13 @@ class RunServer:
                 question = Question.from_meta(asked.meta)
                 found = await self._loop.work(lambda: self.answer(question, peer))
                 answer = Message(Kind.RUNS, meta=found.to_meta())
-            await self._loop.drive(connection.sending(answer))
-            # wait until the peer closes, so that it can read the whole answer
-            await self._loop.drive(connection.receiving(no_tensors, _PARTING_S))
+            async with asyncio.timeout(_QUESTION_S):
+                await self._loop.drive(connection.sending(answer))
+                # wait until the peer closes, so that it can read the whole answer
+                await self._loop.drive(connection.receiving(no_tensors, _PARTING_S))
         except Refused as refused:
             _log.warning("a question of %s was refused: %s", sanitize_text(peer.site, 80), refused)
-        except (PeerLost, PeerTimeout):
+        except (PeerLost, PeerTimeout, TimeoutError):
             pass
         finally:
             connection.close()

@@ -16,7 +16,7 @@ from raafl.sites.certificates import read_certificate
 from raafl.sites.hosted_runs import Asked, HostedRun, configs
 from raafl.sites.run_server import Answer, Question, RunServer, ask
 from raafl.sites.server import Sites
-from raafl.transport import Kind, Message, PeerLost, Refused
+from raafl.transport import Kind, Message, PeerLost, Refused, codec
 from raafl.transport.tcp.handover import inherited_socket
 from raafl.transport.tcp.listener import Listener, TokenBucket, connect
 from tests.helpers.certificates import federation
@@ -135,6 +135,79 @@ def test_a_config_in_the_folder_counts_once_it_was_read_twice_the_same(server, c
     (row,) = asks(server, "list").runs
     assert (row["run"], row["by"]) == ("mine", None)
     assert caplog.text.count("Not a run.yaml is no run: run is 'Not a run': give 1 to 63") == 1
+
+
+def test_an_empty_config_does_not_count_yet(server):
+    config = server._folder / "mine.yaml"
+    config.touch()
+    for _ in range(3):
+        server.look()
+    assert asks(server, "list").runs == []
+    config.write_text("clients: 1\n")
+    server.look()
+    server.look()
+    assert [row["run"] for row in asks(server, "list").runs] == ["mine"]
+
+
+def test_a_name_is_free_again_once_its_config_and_run_folder_are_gone(server):
+    run = HostedRun(server._folder, "mine")
+
+    def states():
+        server.look()
+        server.look()
+        return [row["state"] for row in asks(server, "list").runs]
+
+    run.config.write_text("clients: 1\n")
+    assert states() == ["submitted"]
+    run.run_folder.mkdir()
+    run.end(0)
+    assert states() == ["completed"]
+    run.config.unlink()
+    assert states() == []
+    run.config.write_text("clients: 1\n")  # the run folder is still there, so this is the same run
+    assert states() == ["completed"]
+    run.config.unlink()
+    run.run_folder.rmdir()
+    assert states() == []
+    run.config.write_text("clients: 2\n")
+    assert states() == ["submitted"]
+
+
+def test_a_run_that_cannot_be_begun_does_not_keep_others_from_it(server, caplog, monkeypatch):
+    begun, ask_first = [], HostedRun.ask_first
+
+    def ask(run, *who):
+        if run.name == "a":
+            raise OSError(28, "No space left on device")
+        ask_first(run, *who)
+
+    def start(server, name, run):
+        if name == "b":
+            raise OSError(12, "Cannot allocate memory")
+        begun.append(name)
+        return True
+
+    monkeypatch.setattr(HostedRun, "ask_first", ask)
+    monkeypatch.setattr(RunServer, "_start", start)
+    for name in "abc":
+        (server._folder / f"{name}.yaml").write_text("clients: 1\n")
+    for _ in range(3):
+        server.look()
+    assert begun == ["c", "c"]
+    assert caplog.text.count("run 'a' cannot be begun: [Errno 28] No space left on device") == 1
+    assert caplog.text.count("run 'b': its process cannot be started: [Errno 12] Cannot allocate memory") == 1
+
+
+def test_a_question_that_comes_byte_by_byte_occupies_a_place_for_so_long_only(server, monkeypatch):
+    monkeypatch.setattr("raafl.sites.run_server._QUESTION_S", 0.5)
+    pair = connect(server.address, 0, federation().site().client_login(), timeout_s=10.0)
+    head = codec.encode_head(Message(Kind.RUNS, meta={"do": "list"}))
+    pair._socket.write([head[:-1]])
+    wait_for(lambda: server._num_answering == 1, "the question")
+    with pytest.raises(PeerLost):
+        pair.recv(no_tensors, 10.0)
+    wait_for(lambda: server._num_answering == 0, "the end of the question")
+    pair.close()
 
 
 def test_a_client_is_led_to_the_run_that_it_asks_for(server):

@@ -6,16 +6,17 @@ import logging
 import signal
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raafl.config.argv import name_of, names_section, resolves
+from raafl.config.argv import name_of, names_section, resolves, values
 from raafl.config.parse import check_plain
 from raafl.config.remote_options import split
+from raafl.errors import BadInput
 from raafl.lean_import import quick_imports
 from raafl.log import reports_for_all
 from raafl.runfolder.outcome import REASONS
@@ -89,7 +90,7 @@ def command(argv: list[str]) -> int:
                     proxy=own.proxy,
                     say=say,
                     gate=gate,
-                    alone_s=None if parsed is None else parsed.experiment.waits.alone_s,
+                    alone_s=_given_alone_s(rest) if parsed is None else parsed.experiment.waits.alone_s,
                 )
         except TaskRefused as refusal:
             if refusal.server_reason != DRY_RUN:
@@ -99,6 +100,15 @@ def command(argv: list[str]) -> int:
         return 0
 
     return together(make_site, work, own.client, say)
+
+
+def _given_alone_s(rest: Sequence[str]) -> float | None:
+    """Return for how many seconds the options have an absent server looked for; None = they do not say."""
+    given = values(rest, "--waits.alone_s")
+    try:
+        return float(given[-1]) if given else None
+    except ValueError:
+        raise BadInput(f"waits.alone_s is '{given[-1]}': give a number of seconds") from None
 
 
 def open_gate_of(own: Namespace, say: Callable[[str], None]) -> SiteGate | None:

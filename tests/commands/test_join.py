@@ -13,7 +13,9 @@ import yaml
 
 from raafl import fed_avg
 from raafl.commands.cli import main
-from raafl.errors import Replaced, RunFailed
+from raafl.commands.join import _given_alone_s
+from raafl.config.options import Timeouts
+from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime.client.join import join
 from raafl.transport import Kind, Message, PeerLost, Refused
 from raafl.transport.tcp import transport
@@ -146,6 +148,59 @@ def test_a_server_that_ends_each_connection_is_not_said_to_be_missing(monkeypatc
         "the server at 127.0.0.1:1 ends each connection before it admits this client: it is busy or about to stop, or this "
         "client comes back too often; trying again for up to 0.01 s"
     ]
+
+
+def test_a_client_that_looks_for_its_server_says_from_time_to_time_how_long_it_goes_on(monkeypatch):
+    def call(*_, **__):
+        raise PeerLost("connection-refused", "nothing listens at 127.0.0.1:1")
+
+    monkeypatch.setattr(transport, "connect", call)
+    monkeypatch.setattr("raafl.runtime.client.join._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("raafl.runtime.client.join._LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("raafl.runtime.client.join._FIRST_NOTE_S", 0.1)
+    told = []
+    with pytest.raises(RunFailed, match=r"for 0.6 s \(nothing listens at 127.0.0.1:1\)"):
+        join("127.0.0.1:1", 1, TOKEN, lambda _: None, needs_config=True, alone_s=0.6, say=told.append)
+    assert told[0] == "no server at 127.0.0.1:1 yet (nothing listens at 127.0.0.1:1); waiting for up to 0.6 s"
+    # after 0.1, 0.2 and 0.4 s, fewer on a busy machine
+    assert 1 <= len(told[1:]) <= 3
+    for line in told[1:]:
+        assert line.startswith("no server at 127.0.0.1:1 for 0.") and "; giving up in 0." in line
+
+
+def test_a_client_looks_for_a_server_that_has_gone_as_long_as_that_server_s_config_says(monkeypatch):
+    class Built:
+        notes = ()
+        experiment = SimpleNamespace(
+            algorithm=fed_avg(), secure_aggregation=SimpleNamespace(is_on=False), waits=Timeouts(alone_s=0.1)
+        )
+
+        def client(self, pair, **_):
+            return SimpleNamespace(run=lambda: lost(), unsent=None, num_answered=0, has_task=False)
+
+    def lost():
+        listener.close()
+        raise PeerLost("connection-closed", "the peer ended the connection")
+
+    def admit(pair, peer):
+        with pair:
+            pair.recv(lambda kind, assignment, meta: None, WAIT_S)
+            pair.send(Message(Kind.CONFIG, 0, 0, {"config_yaml": QUICKSTART.read_text()}, None))
+
+    told = []
+    with (
+        Listener("127.0.0.1:0", TOKEN, admit, lambda reason: None) as listener,
+        pytest.raises(RunFailed, match=r"^no server answered at \S+ for 0\.1 s"),
+    ):
+        join(listener.address, 1, TOKEN, lambda _: Built(), needs_config=True, say=told.append)
+    assert "trying again for 0.1 s" in told[0]
+
+
+def test_how_long_a_server_is_looked_for_may_be_said_without_a_config():
+    assert _given_alone_s(["--seed", "1", "--waits.alone_s", "5"]) == 5.0
+    assert _given_alone_s(["--waits.alone_s=0.5"]) == 0.5 and _given_alone_s([]) is None
+    with pytest.raises(BadInput, match=r"waits\.alone_s is 'soon': give a number of seconds"):
+        _given_alone_s(["--waits.alone_s", "soon"])
 
 
 @pytest.mark.parametrize("command", [["serve"], ["join", "--client", "1"]])

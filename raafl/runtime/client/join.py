@@ -23,9 +23,13 @@ from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import Credentials
 from raafl.transport.tcp.handover import RUN_ENDED, RUN_FAILED
 from raafl.transport.tcp.resumable import Position, ResumableConnection
+from raafl.units import duration
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # successive refusals before a client gives up; fewer may come from a server that ends, or from a flipped bit
+_FIRST_NOTE_S = (
+    60.0  # seconds of a search after which the user is reminded of it, and again after twice as many each time
+)
 _CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
 _CLOSED = "connection-closed"  # reason code of a connection that the peer closed
 
@@ -46,7 +50,8 @@ def join(
 
     `make_site`: function that builds the client; its argument is the text of the server's config, or None if the
     client has a config of its own.
-    `alone_s`: seconds after which to give up if the server is absent; None = `Timeouts.alone_s`.
+    `alone_s`: seconds after which to give up if the server is absent; None = `Timeouts.alone_s`, by its default until the
+        server's config is known.
     `gate`: gate that checks tasks against the policy of the client's site; None = no policy.
 
     Raises:
@@ -57,11 +62,11 @@ def join(
     """
     gate = gate or Gate()
     transport = TRANSPORTS["tcp"](ConnectOptions(address=address, credentials=credentials, client=client, proxy=proxy))
-    alone_s = Timeouts().alone_s if alone_s is None else alone_s
+    follows_server = alone_s is None
     unsent: int | None = None
     num_refused = 0
     site = None if needs_config else _told(make_site(None), say, certified=credentials.certified)
-    search = _Search(transport.connect, address, alone_s, say, gate.wait)
+    search = _Search(transport.connect, address, Timeouts().alone_s if alone_s is None else alone_s, say, gate.wait)
     while True:
         try:
             link = _Link(search, say)
@@ -70,6 +75,8 @@ def join(
         pair = gate.connection(link.connection)
         try:
             site = site or _told(make_site(_ask_config(pair)), say, certified=credentials.certified)
+            if follows_server:
+                search.alone_s = site.experiment.waits.alone_s
             worker = link.worker = site.client(
                 pair, unsent=unsent, on_welcome=search.succeeded, credentials=credentials
             )
@@ -86,7 +93,7 @@ def join(
                 raise RunFailed(
                     f"client {client}: the server at {address} does not speak raafl's protocol ({error}): check the address"
                 ) from None
-            say(f"the connection to {address} broke ({_cause(error)}); trying again for {alone_s:g} s")
+            say(f"the connection to {address} broke ({_cause(error)}); trying again for {search.alone_s:g} s")
             unsent = unsent if link.worker is None else link.worker.unsent
             search.pause()
             continue
@@ -95,7 +102,7 @@ def join(
         # without certificates one command has started server and clients, and ends both
         if reason != PAUSED or not credentials.certified:
             return _ended(client, reason)
-        say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
+        say(f"the server at {address} was interrupted; waiting {search.alone_s:g} s for one that resumes the run")
         search.pause()
 
 
@@ -143,7 +150,10 @@ def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> 
 
 
 class _Search:
-    """Search for a server, with growing pauses, which fails after ``alone_s`` seconds without one."""
+    """Search for a server, with growing pauses, which fails after ``alone_s`` seconds without one.
+
+    `alone_s`: seconds without a server after which to give up.
+    """
 
     def __init__(
         self,
@@ -154,10 +164,14 @@ class _Search:
         wait: Callable[[], bool] = lambda: False,
     ) -> None:
         self._wait = wait  # waits until the site accepts work, and returns whether it had to wait
-        self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
-        self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
+        self._connect, self._address, self.alone_s, self._say = connect, address, alone_s, say
+        self._taken_in = False
+        self._begin()
         # connection made to resume a session that the server no longer has; it is used for a new session
         self.spare: Connection | None = None
+
+    def _begin(self) -> None:
+        self._since, self._wait_s, self._next_note_s = time.monotonic(), _FIRST_WAIT_S, _FIRST_NOTE_S
 
     def succeeded(self, how: str = "joined") -> None:
         """Record and show that the server has admitted the client, so that a later search has ``alone_s`` seconds again."""
@@ -177,7 +191,7 @@ class _Search:
             return spare
         while True:
             if self._wait():
-                self._since, self._wait_s = time.monotonic(), _FIRST_WAIT_S
+                self._begin()
             try:
                 return self._connect()
             except Refused as refused:
@@ -196,9 +210,9 @@ class _Search:
                 closed = isinstance(error, PeerLost) and error.reason == _CLOSED
                 told = told or self._tell(
                     f"the server at {self._address} ends each connection before it admits this client: it is busy or about to "
-                    f"stop, or this client comes back too often; trying again for up to {self._alone_s:g} s"
+                    f"stop, or this client comes back too often; trying again for up to {self.alone_s:g} s"
                     if closed
-                    else f"no server at {self._address} yet ({problem}); waiting for up to {self._alone_s:g} s"
+                    else f"no server at {self._address} yet ({problem}); waiting for up to {self.alone_s:g} s"
                 )
             self.pause(problem)
 
@@ -209,13 +223,20 @@ class _Search:
     def pause(self, problem: str = "") -> None:
         """Wait before the next attempt to connect, longer each time; raises RunFailed after ``alone_s`` without a server."""
         if self._taken_in:
-            self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
-        left = self._alone_s - (time.monotonic() - self._since)
+            self._taken_in = False
+            self._begin()
+        passed_s = time.monotonic() - self._since
+        left, why = self.alone_s - passed_s, f" ({problem})" if problem else ""
         if left <= 0:
-            why = f" ({problem})" if problem else ""
             raise RunFailed(
-                f"no server answered at {self._address} for {self._alone_s:g} s{why}: start the server, or check the "
+                f"no server answered at {self._address} for {self.alone_s:g} s{why}: start the server, or check the "
                 "address"
+            )
+        if passed_s >= self._next_note_s:
+            self._next_note_s *= 2
+            self._say(
+                f"no server at {self._address} for {duration(passed_s)}{why}; giving up in {duration(left)}: if the run is over, "
+                "end this client (Ctrl-C)"
             )
         time.sleep(min(self._wait_s * random.uniform(0.8, 1.2), left))
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)

@@ -219,6 +219,83 @@ def test_what_no_check_sees_is_caught_by_the_comparison(emulated_cuda: Emulated)
     HIDDEN[0] = 1.0
 
 
+class ByLength(Net):
+    """Does something else in tasks of more than two epochs; ``where`` says at which place it is decided."""
+
+    where = ""
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+
+    @property
+    def long(self):
+        return self.trainer.max_epochs > 2
+
+    def on_train_start(self):
+        if self.where == "an attribute":
+            self.scale = 2.0 if self.long else 1.0
+        elif self.where == "a counter":
+            self.scale = 0.0
+        elif self.where == "a probability":
+            self.drop.p = 0.2 if self.long else 0.5
+        elif self.where == "a mode":
+            self.drop.train(self.long)
+        elif self.where == "frozen parts":
+            self.fc1.requires_grad_(self.long)
+
+    def configure_optimizers(self):
+        groups = [{"params": [*part.parameters()], "weight_decay": 0.1} for part in (self.fc1, self.fc2)]
+        if self.where == "members of groups":
+            groups[self.long]["weight_decay"] = 0.0
+            return torch.optim.SGD(groups[::-1] if self.long else groups, lr=0.1)
+        if self.where == "number of groups" and self.long:
+            groups = [{"params": [*self.parameters()]}]
+        if self.where == "set with the optimizer":
+            self.scale = 2.0 if self.long else 1.0
+        made = (torch.optim.Adagrad if self.where == "kind" and self.long else torch.optim.SGD)(groups, lr=0.1)
+        if self.where != "a schedule's own":
+            return made
+
+        def rate(epoch):
+            self.scale = 1.0 + (epoch > 1)
+            return 1.0
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, rate)
+        return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "epoch"}}
+
+    def training_step(self, batch, index):
+        if self.where == "a counter":
+            self.scale += 1.0
+        return F.cross_entropy(self(self.drop(batch[0])), batch[1]) * self.scale
+
+
+CHANGES = "a hook or a scheduler changes the attribute "
+LATE = {
+    "an attribute": CHANGES + "scale",
+    "a counter": CHANGES + "scale",
+    "a probability": CHANGES + "drop.p",
+    "a mode": None,
+    "frozen parts": None,
+    "members of groups": None,
+    "number of groups": None,
+    "set with the optimizer": "configure_optimizers reads self.trainer, and sets the attribute scale",
+    "kind": "the optimizer is Adagrad",
+    "a schedule's own": CHANGES + "scale",
+}
+
+
+@pytest.mark.parametrize("where", LATE)
+def test_what_changes_after_the_compared_tasks_is_no_part_of_an_old_graph(emulated_cuda: Emulated, where):
+    """Six tasks of one length, of which the first are compared, and then others, in which the steps are others."""
+    lengths = (2, 2, 2, 2, 2, 2, 3, 1, 4, 2)
+    tasks = [assignment(seed=seed, epochs=epochs) for seed, epochs in enumerate(lengths)]
+    counted, equal = both(type("Changing", (ByLength,), {"where": where}), tasks)
+    assert equal
+    assert [LATE[where] in one for one in counted["eager"]] == ([] if LATE[where] is None else [True])
+
+
 @pytest.mark.parametrize(
     "make",
     [

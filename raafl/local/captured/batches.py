@@ -44,7 +44,7 @@ class BatchGraphs(Graphs):
         self.built, self._num = built, num
         found = problems_of_built(built) + problems_of_batches(built.module, masked)
         self.reason: str | None = found[0] if found else None
-        self.rates = Rates(len(built.optimizer.param_groups), owner.device)
+        self.rates = Rates(owner.device)
         self.apart: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
         self.used: dict[Step, None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -160,7 +161,7 @@ class StepGraphs(Graphs):
         super().__init__(owner)
         self.waits, device = waits, owner.device
         has_form = not problems_of_optimizer(built.optimizer)
-        self.rates = Rates(len(built.optimizer.param_groups), device) if has_form else None
+        self.rates = Rates(device) if has_form else None
         found = problems_of_built(built)
         self.reason: str | None = found[0] if found else None
         self._total = torch.zeros((), dtype=torch.float64, device=device)
@@ -169,9 +170,27 @@ class StepGraphs(Graphs):
         self._static: dict[str, Any] = {}
 
     def begin(self, steps: CapturedSteps) -> None:
-        """Move what a task brings, and its steps read, to addresses that stay."""
+        """Move what a task brings, and its steps read, to addresses that stay; raise if its optimizer has no form for graphs."""
+        built, optimizer = steps.built, steps.built.optimizer
+        for problem in problems_of_optimizer(optimizer):  # each task may have made another one
+            raise NotCapturable(problem)
+        members = (tuple(map(id, group["params"])) for group in optimizer.param_groups)
+        self._optimizer_form = type(optimizer), *members
+        self._changed = _changed(built) if self._runs_between(built) else {}
+        fixed = [name for name, value in self._changed.items() if type(value) in _PLAIN]
+        if fixed and built.trainer.asked_of_task:
+            raise NotCapturable(f"configure_optimizers reads self.trainer, and sets the attribute {min(fixed)}")
         self._is_bound = False
         steps.move(self._at)
+
+    def end(self, built: TrainableSubmodel) -> None:
+        """Raise if code that runs between the captured steps of a task has changed values in Python, which steps may read."""
+        now = _changed(built) if self._runs_between(built) else {}
+        if new := [name for name, value in now.items() if name not in self._changed or self._changed[name] != value]:
+            raise NotCapturable(f"a hook or a scheduler changes the attribute {new[0]}")
+
+    def _runs_between(self, built: TrainableSubmodel) -> bool:
+        return built.hooks is not None or built.configures_anew
 
     def _at(self, name: str, values: Any) -> Any:
         """Copy tensors to the addresses from which CUDA graphs read them; return the copies in the same nested structure."""
@@ -195,7 +214,8 @@ class StepGraphs(Graphs):
         optimizer = steps.built.optimizer
         weight, shape = steps.built.recorder.weight, form_of(batch)
         hooks = len(steps.built.module._forward_hooks)  # number of hooks, which differs if logits are masked
-        key = shape, weight, bool(optimizer.state), options_of(optimizer), hooks
+        flags = () if steps.built.hooks is None else steps.built.state.flags  # which hooks at the start may set
+        key = shape, weight, bool(optimizer.state), options_of(optimizer), self._optimizer_form, hooks, flags
         step = self._steps.get(key)
         if step is None:
             if shape not in self._batches:
@@ -373,6 +393,18 @@ def options_of(optimizer: Optimizer) -> Hashable:
 
 
 _NOT_FIXED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})
+
+
+def _changed(built: TrainableSubmodel) -> dict[str, Any]:
+    """Return attributes that differ from their recorded state: plain values, ids of other objects, None in containers."""
+    found = {}
+    for name in built.state.changed():
+        try:
+            value = attrgetter(name)(built.module)
+        except AttributeError:
+            value = None
+        found[name] = value if type(value) in _PLAIN else (id(value),)
+    return found
 
 
 class CapturedSteps(TaskSteps):

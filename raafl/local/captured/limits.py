@@ -111,13 +111,16 @@ class Rates:
         tensors: one rate of each group, float32, on the optimizer's device.
     """
 
-    def __init__(self, num: int, device: torch.device) -> None:
-        self.tensors = [torch.zeros((), device=device) for _ in range(num)]
-        self._values: list[float | None] = [None] * num
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.tensors = device, list[Tensor]()
+        self._values: list[float | None] = []
         self._outside: list[float] = []
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Choose the fused or capturable form of a task's optimizer, and let its steps read the tensors."""
+        while len(self.tensors) < len(optimizer.param_groups):  # the optimizers of tasks may differ in their groups
+            self.tensors.append(torch.zeros((), device=self._device))
+            self._values.append(None)
         for group in optimizer.param_groups:
             if type(optimizer) in _FUSED:
                 group["fused"], group["foreach"] = True, False
@@ -142,7 +145,7 @@ class Rates:
         if not torch.cuda.is_current_stream_capturing():
             self.refresh(optimizer)
         self._outside = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(optimizer.param_groups, self.tensors, strict=True):
+        for group, rate in zip(optimizer.param_groups, self.tensors, strict=False):
             group["lr"] = rate
 
     def _leave(self, optimizer: Optimizer) -> None:

@@ -105,6 +105,7 @@ class Capture:
         made: list[CapturedSteps] = []
         try:
             update = trainer.run_once(assignment, received, data, context, partial(self._captured, graphs, made))
+            graphs.end(built)
         except Stopped:
             raise
         except (NotCapturable, *USER_ERRORS) as error:

@@ -347,7 +347,7 @@ def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
     from raafl.local.captured.limits import Rates, problems_of_optimizer
 
     is_plain = bool(problems_of_optimizer(optimizer))
-    return None if is_plain else Rates(len(optimizer.param_groups), trainer.fabric.device)
+    return None if is_plain else Rates(trainer.fabric.device)
 
 
 class _Placed:

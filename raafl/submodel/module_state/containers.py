@@ -553,6 +553,10 @@ class FlagsRecord:
         self._parameters = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._parts = [(part, part.training) for part in module.modules()]
 
+    def now(self) -> tuple[bool, ...]:
+        """Return the present flags of all parameters, and the modes of all parts."""
+        return (*(p.requires_grad for p, _ in self._parameters), *(part.training for part, _ in self._parts))
+
     def restore(self, *, modes: bool = True) -> None:
         """Set each parameter's ``requires_grad``, and with ``modes`` each part's ``training``, back to its recorded value."""
         for parameter, flag in self._parameters:

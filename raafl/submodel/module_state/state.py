@@ -101,6 +101,11 @@ class ModuleState:
         elif not is_same:
             self._glance.take()
 
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Which parameters require gradients, and which parts are in train mode, now."""
+        return self._flags.now()
+
     def changed(self, *, metrics: bool = True) -> list[str]:
         """Return the names of the module's attributes that have changed since they were recorded."""
         records = self._left((*self._restored, *self._fixed, *self._watched), self._glance.is_same())

@@ -183,7 +183,6 @@ def problems_of(experiment: Any) -> Iterator[str]:
     if experiment.subfederation.is_on:
         yield "subfederation and subfederations are both given: a simulated run has no server above, leave the first out"
     refused = {
-        "resume": experiment.resume is not None,
         "overlap": experiment.overlap,
         "train.lr_schedule": experiment.train.lr_schedule != "constant",
         "batch_clients: fast": experiment.batch_clients == "fast",

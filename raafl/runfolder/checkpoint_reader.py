@@ -1,4 +1,4 @@
-"""Read the checkpoints that `raafl.runfolder.checkpoints` writes, and the tensors that a run has received.
+"""Read the checkpoints that `raafl.runfolder.checkpoints` writes.
 
 Files may come from other people: they are read with `torch.load(weights_only=True)`, and nothing in them is executed.
 """
@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from raafl.errors import BadInput, cause
+from raafl.errors import BadInput
 from raafl.runfolder.checkpoints import FORMAT, newest
-from raafl.runfolder.schema import RECEIVED
-from raafl.submodel import FlatTensors, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +63,6 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
         raise BadInput(
             f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
         ) from error
-
-
-def load_received(folder: Path, fingerprint: str, layout: Layout) -> FlatTensors:
-    """Read what `keep_received` has written.
-
-    Raises:
-        BadInput: the file is missing or damaged, or holds other tensors.
-    """
-    path = folder / RECEIVED / f"{fingerprint}.pt"
-    try:
-        found = FlatTensors.from_named(load_plain(path), layout)
-    except Exception as error:
-        raise BadInput(
-            f"'{path}' cannot be read ({cause(error)}): replay an unchanged copy of the run's folder"
-        ) from None
-    if found.fingerprint() != fingerprint:
-        raise BadInput(f"'{path}' was changed: replay an unchanged copy of the run's folder")
-    return found
 
 
 def load_plain(path: Path) -> Any:

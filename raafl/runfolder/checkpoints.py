@@ -23,8 +23,7 @@ from torch import nn
 from raafl.atomic_file import atomic_file
 from raafl.log import warn_once
 from raafl.module_hooks import overrides
-from raafl.runfolder.schema import CHECKPOINTS, RECEIVED
-from raafl.submodel import FlatTensors
+from raafl.runfolder.schema import CHECKPOINTS
 
 FORMAT: Final = 1
 _log = logging.getLogger(__name__)
@@ -99,18 +98,6 @@ def write(
     if keep_last is not None:
         _keep(folder, path, keep_last)
     return path
-
-
-def keep_received(folder: Path, fingerprint: str, values: FlatTensors) -> None:
-    """Write tensors that a run has received, and that its replay reads again; equal ones are written once."""
-    path = folder / RECEIVED / f"{fingerprint}.pt"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        if not path.exists():
-            with atomic_file(path) as file:
-                torch.save(dict(values.items()), file)
-    except (OSError, RuntimeError) as error:
-        _log.warning(f"{path} cannot be written: {error}; the run goes on, but cannot be replayed")
 
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:

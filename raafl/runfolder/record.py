@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from raafl.core.saving import assignment_to_json, event_to_json
-from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Received, Sending, Settled
-from raafl.runfolder.checkpoints import keep_received
+from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Received, Sending, Settled, Update
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
     CLIENT,
@@ -96,7 +95,6 @@ class RunRecord:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
             self._keep_received(event)
-        if self.folder is not None:
             row = {"time_s": now, **event_to_json(event)}
             # a repeated profile is written as a reference: a client that joins again and again must not fill the disk
             if isinstance(event, Joined) and event.client.profile.has_series:
@@ -108,10 +106,13 @@ class RunRecord:
     def _keep_received(self, event: Event) -> None:
         """Store tensors that a replay cannot compute: models from a server above, and updates of whole subfederations."""
         assert self.folder is not None
-        if isinstance(event, Received):
-            keep_received(self.folder.path, event.fingerprint, event.tensors)
-        elif isinstance(event, Arrived) and event.update.contributions and event.update.refusal is None:
-            keep_received(self.folder.path, event.update.fingerprint, event.update.tensors)
+        kept: Received | Update | None = event if isinstance(event, Received) else None
+        if isinstance(event, Arrived) and event.update.contributions and event.update.refusal is None:
+            kept = event.update
+        if kept is not None:
+            from raafl.runfolder.received import keep_received
+
+            keep_received(self.folder.path, kept.fingerprint, kept.tensors)
 
     def assigned(self, assignment: Assignment) -> None:
         """Write the start of a task to the journal."""

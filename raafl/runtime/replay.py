@@ -28,8 +28,8 @@ from raafl.devices.recordings import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.checkpoint_reader import load_received
 from raafl.runfolder.events import read_run
+from raafl.runfolder.received import load_received
 from raafl.runfolder.schema import EVENTS, JOURNAL, JournalRow
 from raafl.runtime.driver import snapshots_of
 from raafl.runtime.executors import Executor

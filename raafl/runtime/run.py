@@ -365,14 +365,14 @@ def simulate(
             take_on = cast("RankExecutor", executor).take_on  # `make_executor` returns this class for ranks
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
-        below = None
+        below, make = None, Simulation
         if experiment.subfederations.size is not None:
-            from raafl.runtime.subfederations import RunsBelow
+            from raafl.runtime.subfederations import Above, RunsBelow
 
-            below = RunsBelow(run, executor, stack)
+            below, make = RunsBelow(run, executor, stack, saved), Above
             for note in below.notes:
                 run.progress.note(note)
-        simulation = Simulation(
+        simulation = make(
             parts.coordinator,
             parts.clients,
             executor if below is None else below.executor,

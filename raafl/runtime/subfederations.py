@@ -10,23 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from raafl.core import saving
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
+from raafl.core.restoring import from_plain
+from raafl.core.saving import to_plain
 from raafl.core.state import GlobalState
-from raafl.core.subfederation import TaskBelow, below, differences, with_contributions
+from raafl.core.subfederation import TaskBelow, below, differences, from_json, to_json, with_contributions
 from raafl.core.types import Action, Assignment, ClientInfo, Received, Settled, Update
 from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import Evaluator
 from raafl.plain_yaml import load_yaml
+from raafl.runfolder.journal import FolderLock
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import SUBFEDERATIONS
 from raafl.runtime.executors import Executor
 from raafl.runtime.setup import assemble, sends_of
 from raafl.runtime.simulation import Simulation
 from raafl.submodel import FlatTensors
+
+if TYPE_CHECKING:
+    from raafl.runtime.lifecycle.resume import SavedRun
+
+_ANSWER = (
+    *("assignment", "client", "incarnation", "tensors", "num_samples", "num_steps", "metrics", "extra", "journal"),
+    "refusal",
+)
+"""Fields of a subfederation's update that a checkpoint stores beside its contributions."""
 
 
 class Below(Simulation):
@@ -112,8 +125,40 @@ class Below(Simulation):
             self._task.add(action)
 
     def save(self) -> dict[str, Any]:
-        """Return an empty state, since such a run is not resumed."""
-        return {}
+        """Return the clock, and which tasks do not count any more; the run above has no task here while it is saved."""
+        return super().save() | {"late": sorted(self.coordinator.roster.late)}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Restore the result of `save`."""
+        super().restore(data)
+        self.coordinator.roster.late = set(data["late"])
+
+    def state(self) -> dict[str, Any]:
+        """Return all that this run is resumed from, as plain data and tensors, for a checkpoint of the run above."""
+        values = self.coordinator.state.values
+        section = {
+            "runtime": "simulated",
+            "finished": None,
+            "coordinator": saving.save(self.coordinator),
+            "record": self.record.save(),
+            "clock": self.save(),
+        }
+        return {"values": dict(FlatTensors.empty(values.layout).copy_(values).items()), "section": section}
+
+
+class Above(Simulation):
+    """Simulation of a run all of whose clients are subfederations; its checkpoints have their runs, too."""
+
+    executor: Subfederations
+
+    def save(self) -> dict[str, Any]:
+        """Return the clocks of this run and of those below, and the state of these; see `Simulation.save`."""
+        return super().save() | {"subfederations": [one.state() for one in self.executor.below.values()]}
+
+    def _checkpoint(self) -> None:
+        # a failed task has left its subfederation in the middle, so that the corrected run resumes from before that task
+        if not self.executor.has_failed:
+            super()._checkpoint()
 
 
 class Subfederations(Executor):
@@ -123,13 +168,14 @@ class Subfederations(Executor):
         """Create an executor that gives each task to a subfederation of ``below``; ``inner`` trains the tasks of their clients."""
         self._inner, self.below = inner, {one.number: one for one in below}
         self._answers: dict[int, Update | CodeFailed] = {}
+        self.has_failed = False
 
     def compute_s(self, assignment: Assignment, snapshot: FlatTensors, received_s: float) -> float:
         """Have the task done, and return the virtual seconds that it takes; see `Executor.compute_s`."""
         try:
             update, at_s = self.below[assignment.client].train(assignment, snapshot, received_s)
         except CodeFailed as failed:
-            self._answers[assignment.id] = failed
+            self._answers[assignment.id], self.has_failed = failed, True
             return 0.0
         self._answers[assignment.id] = update
         return at_s - received_s
@@ -147,6 +193,23 @@ class Subfederations(Executor):
     def cancel(self, assignment_id: int) -> None:
         """Drop the update of a task; see `Executor.cancel`."""
         self._answers.pop(assignment_id, None)
+
+    def save(self) -> dict[str, Any]:
+        """Return the updates of tasks that are done here already, but not in the run above; see `Executor.save`."""
+        answers = [
+            {name: to_plain(getattr(update, name)) for name in _ANSWER}
+            | {"contributions": to_json(update.contributions)}
+            for update in self._answers.values()
+            if isinstance(update, Update)
+        ]
+        return {"answers": answers}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Restore the result of `save`; see `Executor.restore`."""
+        device = next(iter(self.below.values())).coordinator.state.values.device
+        for answer in data["answers"]:
+            fields = {name: from_plain(answer[name], device) for name in _ANSWER}
+            self._answers[fields["assignment"]] = Update(**fields, contributions=from_json(answer["contributions"]))
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors, version: int) -> dict[str, float]:
         """Evaluate the global model in the processes that train; see `Executor.evaluate`."""
@@ -186,22 +249,31 @@ class RunsBelow:
         notes: why its result differs from that of one flat federation of all clients, one line each.
     """
 
-    def __init__(self, above: Any, executor: Executor, stack: ExitStack) -> None:
-        """Start a run for each subfederation; ``executor`` trains the tasks of their clients, ``stack`` closes the runs."""
+    def __init__(self, above: Any, executor: Executor, stack: ExitStack, saved: SavedRun | None = None) -> None:
+        """Start a run for each subfederation, or resume it.
+
+        ``executor`` trains the tasks of their clients, ``stack`` closes the runs. ``saved``: checkpoint of the run above,
+        which is resumed; None = it is new.
+        """
         parts, experiment = above.parts, above.parts.experiment
         config: dict[str, Any] = load_yaml(above.config_yaml) if above.config_yaml else {}
         num, values, why = experiment.num_members, parts.coordinator.state.values, dict[str, None]()
         self._runs: list[tuple[Any, Below]] = []
         for number in range(1, num + 1):
             folder = str(above.folder / SUBFEDERATIONS / str(number))
-            made = replace(below(experiment, number), output=folder)
+            made = replace(below(experiment, number), output=folder, resume=None)
             own = assemble(made, parts.data, parts.module, GlobalState(parts.submodels, values.clone()))
-            run = type(above)(own, _config_below(config, number), "simulated")
+            before = None if saved is None else _saved_below(saved, number)
+            if before is not None:
+                stack.enter_context(FolderLock(before.folder, "resume"))
+            run = type(above)(own, _config_below(config, number), "simulated", before)
             stack.callback(run.close)
             run.start()
             executor_below = Shared(executor, number, num)
             sends, hooks = sends_of(experiment), run.hooks
             one = Below(number, own.coordinator, own.clients, executor_below, run.record, sends, hooks)
+            if before is not None:
+                before.restore_clock(one.restore)
             self._runs.append((run, one))
             task = made.subfederation.merges
             why |= dict.fromkeys(differences(experiment.algorithm, made.algorithm, made.train, task, made.num_members))
@@ -216,6 +288,15 @@ class RunsBelow:
             found.append(run.finish(one.reason, one.now, one.error))
         names = ("updates_merged", "bytes_up", "bytes_down")
         return {"number": len(found), **{name: sum(each[name] for each in found) for name in names}}
+
+
+def _saved_below(saved: SavedRun, number: int) -> SavedRun:
+    """Return the part of a run's checkpoint from which one of its subfederations is resumed."""
+    from raafl.runtime.lifecycle.resume import SavedRun, restoring
+
+    with restoring(saved):
+        state = saved.section["clock"]["subfederations"][number - 1]
+        return SavedRun(saved.folder / SUBFEDERATIONS / str(number), state["values"], state["section"])
 
 
 def _config_below(config: dict[str, Any], number: int) -> str:

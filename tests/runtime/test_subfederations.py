@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -14,6 +15,8 @@ from raafl.core.subfederation import algorithm_below
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.lab.plan.dry import World, predict
+from raafl.local.train import LocalTrainer
+from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoint_reader import load
 from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
@@ -21,6 +24,7 @@ from raafl.runtime.run import simulate
 from raafl.runtime.server.host import host
 from raafl.runtime.setup import build, make_executor
 from tests.core.test_subfederation import METHODS, PRIVATE, flat
+from tests.helpers.crash import crash
 from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import Finished, experiment, finish, unequal
 
@@ -108,6 +112,56 @@ def test_each_level_replays_and_workers_change_no_bit(tmp_path):
     assert [row["time_s"] for row in again.journal()] == [row["time_s"] for row in run.journal()]
 
 
+@pytest.mark.parametrize("num_settled", [14, 23, 33])
+def test_a_run_that_crashed_and_each_level_end_as_if_never_interrupted(tmp_path, monkeypatch, num_settled):
+    made = unequal_regions(tmp_path / "whole", max_updates=8)
+    whole = finish(made)
+    cut = unequal_regions(tmp_path / "cut", max_updates=8, checkpoint_every=1)
+    folder = tmp_path / "cut" / "run"
+    with crash(monkeypatch, num_settled):  # of tasks of both levels
+        finish(cut)
+    resumed = finish(replace(cut, resume=str(folder)))
+    assert resumed.digest == whole.digest and resumed.summary["time_s"] == whole.summary["time_s"]
+    assert resumed.summary["subfederations"] == whole.summary["subfederations"]
+    assert [row["arrived_s"] for row in resumed.rows()] == [row["arrived_s"] for row in whole.rows()]
+    assert replayed(made, folder)
+    for number in (1, 2):
+        below = folder / "subfederations" / str(number)
+        ours, theirs = (Finished({}, path / "subfederations" / str(number)) for path in (folder, whole.folder))
+        assert ours.rows() == theirs.rows()
+        assert replayed(replace(made, subfederations=replace(SLOW_LINK, number=number)), below)
+        assert not check_books(below).findings
+
+
+def test_a_run_is_resumed_from_before_a_task_in_which_a_subfederation_failed(tmp_path, monkeypatch):
+    made = unequal_regions(tmp_path / "whole", max_updates=8)
+    whole = finish(made)
+    cut, trained, run = unequal_regions(tmp_path / "cut", max_updates=8, checkpoint_every=1), [], LocalTrainer.run
+
+    def fail(*arguments):
+        trained.append(1)
+        if len(trained) == 20:
+            raise ValueError("the disk is full")
+        return run(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTrainer, "run", fail)
+        failed = finish(cut)
+    assert failed.summary["finished"].startswith("failed: client ")
+    resumed = finish(replace(cut, resume=str(failed.folder)))
+    assert resumed.digest == whole.digest and resumed.summary["finished"] == "max_updates"
+
+
+def test_what_was_received_may_be_removed_and_only_a_replay_misses_it(tmp_path):
+    made = unequal_regions(tmp_path)
+    run = finish(made)
+    below = run.folder / "subfederations" / "1"
+    shutil.rmtree(below / "received")
+    assert not check_books(below).findings and replayed(made, run.folder)
+    with pytest.raises(BadInput, match=r"received/\w+\.pt' is missing, which a replay needs"):
+        replayed(replace(made, subfederations=replace(SLOW_LINK, number=1)), below)
+
+
 def test_a_task_lasts_as_long_as_below_and_the_slow_link(tmp_path):
     run = finish(unequal_regions(tmp_path, max_updates=1))
     (row,) = (row for row in run.rows() if row["outcome"] == "merged")
@@ -148,7 +202,6 @@ test_wrong_subfederations_are_refused = refuses(
         "subfederations.size is 7, more than there are clients: give at most 6",
     ),
     ({"subfederations": HALVES, "overlap": True}, "subfederations.size is 3, with which overlap does not work"),
-    ({"subfederations": HALVES, "resume": "runs/1"}, "with which resume does not work"),
     ({"subfederations": HALVES, "subfederation": Subfederation(merges=1)}, "are both given"),
     (
         {"subfederations": HALVES, "algorithm": fed_avg(cohort=3)},

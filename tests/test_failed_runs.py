@@ -177,3 +177,19 @@ def test_an_evaluation_that_fails_ends_a_simulation_as_a_task_does(tmp_path, mon
     )
     assert "in validation_step" in run.text("failure.txt")
     assert checkpoint_reader.load(run.folder).raafl["finished"] is None and run.summary["versions"] == 2
+
+
+def test_a_resumed_run_repeats_the_evaluation_that_failed(tmp_path):
+    made = {"model": lambda: FailsToValidate(64, (8,), 10), "algorithm": "fed_async", "eval_every": 1}
+    NUM_VALIDATED[0] = 0
+    failed = finish(experiment(tmp_path / "run", **made))
+    NUM_VALIDATED[0] = 1  # the run tries a batch first
+    again = Finished(*simulate(experiment(None, **made, resume=str(failed.folder))))
+    assert again.summary["finished"] == failed.summary["finished"]
+    NUM_VALIDATED[0] = -100
+    resumed = Finished(*simulate(experiment(None, **made, resume=str(failed.folder))))
+    whole = finish(experiment(tmp_path / "whole", **made))
+    assert resumed.summary["finished"] == "max_updates" and resumed.digest == whole.digest
+    measured, expected = ([{**row, "wall_s": None} for row in run.rows("metrics.csv")] for run in (resumed, whole))
+    assert measured == expected and [row["version"] for row in measured] == [str(version) for version in range(13)]
+    assert resumed.rows() == whole.rows()

@@ -204,6 +204,10 @@ class RunRecord:
         self._due[version] = {**self._figures(version, now), **(more or {})}
         self.figures.logged.close(version)
 
+    def awaits(self, version: int) -> bool:
+        """Return whether a version is queued for an evaluation that has not ended."""
+        return version in self._due
+
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
         merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()
         measured = memory["measured_bytes"]  # a simulation measures no memory, and its table lacks the column
@@ -271,6 +275,7 @@ class RunRecord:
             "kept_out": dict(self._kept_out),
             "figures": self.figures.save(),
             "row": dict(self.row),
+            "due": list(self._due.items()),
         }
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -287,7 +292,7 @@ class RunRecord:
         self._turned_away.update(data["turned_away"])
         self._kept_out.update(data["kept_out"])
         self.figures.restore(data["figures"])
-        self.row = dict(data["row"])
+        self.row, self._due = dict(data["row"]), dict(data.get("due", ()))
 
     def lose(self, num: int) -> None:
         """Count tasks that were marked lost when the run was resumed."""

@@ -188,8 +188,11 @@ class Simulation(Driver):
             self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()
+            if self.record.awaits(version := self.coordinator.state.version):  # its evaluation failed, which ended the run
+                self._measure(version, self.now)
             while self._heap and not self.reason:
-                self._turn()
+                if self.error is None:
+                    self._turn()
                 if self.error is not None:
                     self.stop(f"failed: {self.error}")
                 if interrupt.asked:

@@ -188,7 +188,9 @@ class Simulation(Driver):
             self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()
-            if self.record.awaits(version := self.coordinator.state.version):  # its evaluation failed, which ended the run
+            if self.record.awaits(
+                version := self.coordinator.state.version
+            ):  # its evaluation failed, which ended the run
                 self._measure(version, self.now)
             while self._heap and not self.reason:
                 if self.error is None:

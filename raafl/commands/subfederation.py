@@ -11,6 +11,7 @@ import queue
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,7 +216,9 @@ class Bridge(RunHooks):
         notes = [f"not equal to one flat federation: {reason}" for reason in why]
         trained = _Trainer(trainer, self)
         alike = sections(config_yaml, own_data=True)
-        return ClientSetup(above, info, submodels, trained, parts.data.client(1), alike, notes, config_yaml=config_yaml)
+        data = copy(parts.data.client(1))  # no task reads it: its number of samples alone counts, for the site's policy
+        data.num_samples = self._num_samples
+        return ClientSetup(above, info, submodels, trained, data, alike, notes, config_yaml=config_yaml)
 
     def train(self, assignment: Assignment, received: FlatTensors, sends: str, context: TaskContext) -> Update:
         """Have a task done by the clients below.

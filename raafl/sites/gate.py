@@ -184,6 +184,11 @@ class SiteGate(Gate):
             )
         if self.policy.privacy is not None and (why := problem(trainer)) is not None:
             raise PolicyRefusal(f"this run: {why}, so policy.privacy cannot make its updates private")
+        consent = self.policy.consent
+        if consent is not None and consent.every == "update" and trainer.local.exchange(submodels) is not None:
+            raise PolicyRefusal(
+                "this run: its method sends activations during a task, before anybody is asked (policy.consent.every is update)"
+            )
         self._check_budget()
         if not self._consents.given("run", self._asks):
             raise PolicyRefusal("this run: nobody has consented to it (policy.consent)")

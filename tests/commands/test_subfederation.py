@@ -19,10 +19,12 @@ from raafl.algorithms import fed_avg
 from raafl.commands.subfederation import Bridge
 from raafl.config.remote_options import options_below, split
 from raafl.core.options import Subfederation
-from raafl.core.types import Assignment, Timer
+from raafl.core.types import Assignment, Timer, Update
 from raafl.local.context import ALONE, Stopped, TaskContext
 from raafl.runtime.client.worker import TaskRefused
 from raafl.runtime.replay import replay
+from raafl.sites.gate import SiteGate
+from raafl.sites.policy import SitePolicy
 from raafl.submodel import FULL
 from tests.helpers.certificates import CertifiedSites
 from tests.helpers.forked_command import command, wait_for
@@ -118,6 +120,19 @@ def test_a_task_of_the_server_above_is_answered_by_the_merge_that_ends_it(level)
     sizes = [client.num_samples for client in level.parts.clients]
     assert update.num_samples == sum(sizes)
     assert update.extra == {"contributions": [[{}, 4.0, sum(sizes), 12]], "journal": "b0b"}
+
+
+def test_a_policy_above_counts_the_samples_of_all_clients_below(level, tmp_path):
+    """Four clients share 1,438 images; the first one has 360 of them."""
+    bridge = bridge_to(level)
+    level.tell(Timer(10**9))
+    site = bridge.setup(experiment(tmp_path / "above", fed_avg()), "")
+    assert site.data.num_samples == site.info.num_samples == 1438
+    gate = SiteGate(SitePolicy(min_samples=1000))
+    gate.check_parts(site.submodels, site.trainer, site.data, {"model": "m", "data": "d", "algorithm": "a"})
+    with pytest.raises(TaskRefused, match=r"it trains on 960 samples, but policy\.min_samples is 1000"):
+        gate.after(above(1), Update(1, 1, 0, level.values, 1438, num_steps=15), level.values)  # 15 batches of 64
+    gate.after(above(1), Update(1, 1, 0, level.values, 1438, num_steps=16), level.values)
 
 
 def test_a_task_that_nobody_wants_any_more_is_given_up(level):

@@ -11,16 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from torch.utils.data import TensorDataset
 
-from raafl.algorithms import fed_avg
+from raafl.algorithms import fed_avg, split_fed
+from raafl.core.algorithm import Training
+from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
+from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Gate
 from raafl.runtime.protocol import Failed
 from raafl.sites.gate import PolicyRefusal, SiteGate, model_digest, policy_of
 from raafl.sites.policy import Consent, SiteBooks, SitePolicy, SitePrivacy
-from raafl.submodel import FlatTensors
+from raafl.submodel import FlatTensors, Submodels
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
+from tests.helpers.coordinators import EXAMPLE
+from tests.helpers.coordinators import Line as TwoLayers
 from tests.helpers.site_gates import CONFIG, DIGESTS, NOON, Clock, answer, site_gate, task
 
 
@@ -247,6 +253,20 @@ def test_a_budget_that_is_spent_ends_the_work_before_the_next_task(tmp_path):
     assert 1 < num < 20
     with pytest.raises(PolicyRefusal, match="this run: the privacy budget is used up"):
         site_gate(fed_avg(), **policy)
+
+
+def test_activations_do_not_leave_before_the_update_that_needs_consent(tmp_path):
+    submodels, data = Submodels(TwoLayers(2), EXAMPLE), ClientData(TensorDataset(torch.zeros(2, 2)), torch.arange(2), 1)
+    trainer = LocalTrainer(
+        submodels, split_fed(client_layers=1).local, "values", Training(num_steps=1, num_epochs=None)
+    )
+    for every in ("task", "update"):
+        gate = SiteGate(SitePolicy(consent=Consent("spool", every=every, folder=str(tmp_path))))
+        if every == "task":
+            gate.check_parts(submodels, trainer, data, DIGESTS)
+            continue
+        then, why = refusal(gate, lambda gate: gate.check_parts(submodels, trainer, data, DIGESTS))
+        assert (then, why[:58]) == ("end", "this run: its method sends activations during a task, befo")
 
 
 @pytest.mark.parametrize("every", ["run", "task", "update"])

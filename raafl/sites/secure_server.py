@@ -326,7 +326,9 @@ class SecureAggregator:
         left = frozenset(running.masked)
         sizes = reveal_sizes(opening.coverage, opening.commitments, left, group.min_cover)
         revealed = {key: split(to_bytes(step.tensors, "revealed"), sizes) for key, step in running.here.items()}
-        opening.restore(left, revealed)
+        for key in opening.restore(left, revealed):
+            client = running.ready[key].assignment.client
+            self._note(f"client {client} revealed wrong shares, so a sum was read without its help")
         record = SumGroup(tuple(running.masked), running.scale, masked=True)
         self._running, self._done = None, []
         for key, step in running.masked.items():

@@ -279,19 +279,26 @@ def test_one_whose_signature_is_wrong_is_left_out_and_told(aggregator):
     assert [update.client for update in updates] == [1, 2, 3]
 
 
-def test_a_wrong_share_ends_the_sum_and_every_update_in_it(aggregator):
-    _, one, hands, notes = aggregator
+@pytest.mark.parametrize("num_helpers", [4, 3])
+def test_a_wrong_share_is_left_out_if_enough_others_help_and_else_ends_the_sum(aggregator, num_helpers):
+    """Three of four must help: with a fourth, the server sees whose share fits no commitment."""
+    coordinator, one, hands, notes = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS), Hand.sign):
+    for step in (Hand.share, lambda hand: hand.mask(STEPS * hand.assignment.client), Hand.sign):
         for hand in hands:
             step(hand)
         one.look(0.0)
-    hands[0].say("opened", to_tensors(revealed=bytes(4 * 32)))  # of the three that are used, one
-    for hand in hands[1:]:
+    hands[1].say("opened", to_tensors(revealed=bytes(4 * 32)))
+    for hand in (hands[0], hands[2], hands[3])[: num_helpers - 1]:
         hand.reveal()
-    updates = one.look(0.0)
-    assert [update.refusal for update in updates] == ["not-opened"] * 4 and not one.is_running
-    assert notes == ["a sum could not be read: bad-share: the revealed shares give a wrong seed for member 1"]
+    updates = one.look(61.0)  # longer than it waits for the fourth
+    assert not one.is_running
+    if num_helpers == 4:
+        assert notes == ["client 2 revealed wrong shares, so a sum was read without its help"]
+        assert len(updates) == 4 and merged(coordinator, updates).eq(2.5).all()  # (1 + 2 + 3 + 4) / 4
+    else:
+        assert [update.refusal for update in updates] == ["not-opened"] * 3
+        assert notes == ["a sum could not be read: bad-share: the revealed shares give a wrong seed for member 1"]
 
 
 def test_a_client_that_left_before_the_group_formed_is_not_in_it(aggregator):

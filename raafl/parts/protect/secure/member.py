@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import reduce
 
 import numpy as np
@@ -430,23 +431,48 @@ class Opening:
         self._own: dict[int, dict[int, bytes]] = {}
         self._dropped: dict[int, X25519PrivateKey] = {}
 
-    def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> None:
+    def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> list[int]:
         """Restore, from revealed shares, the mask seeds of members that remain, and the private keys of those that dropped out.
+
+        Where more members have helped than must, one whose share is wrong is left out: the others' fit the commitments.
+
+        Returns:
+            Members that were left out, ascending.
 
         Raises:
             CannotOpen: too-few: not enough members helped; bad-share: their shares restore no key.
         """
-        group = self.group
-        if len(revealed) < group.threshold:
-            raise CannotOpen(f"{len(revealed)} members helped to unmask the sum, {group.threshold} must", "too-few")
-        helpers = sorted(revealed)[: group.threshold]
+        helpers, threshold = sorted(revealed), self.group.threshold
+        if len(helpers) < threshold:
+            raise CannotOpen(f"{len(helpers)} members helped to unmask the sum, {threshold} must", "too-few")
         for member_id in self.commitments:
-            pieces = {group.point(helper): revealed[helper][member_id] for helper in helpers}
-            secret = combine(pieces)
-            if member_id in survivors:
-                self._take_seeds(member_id, secret, survivors)
-            else:
-                self._take_key(member_id, secret)
+            try:
+                self._take(member_id, survivors, revealed, helpers[:threshold])
+            except CannotOpen:
+                suspects = helpers[:threshold] if len(helpers) > threshold else []
+                for suspect in suspects:
+                    others = [helper for helper in helpers if helper != suspect]
+                    with suppress(CannotOpen):
+                        self._take(member_id, survivors, revealed, others[:threshold])
+                        helpers = others
+                        break
+                else:
+                    raise
+        return sorted(revealed.keys() - set(helpers))
+
+    def _take(
+        self,
+        member_id: int,
+        survivors: frozenset[int],
+        revealed: Mapping[int, Mapping[int, bytes]],
+        helpers: Iterable[int],
+    ) -> None:
+        """Restore what one member's masks come from, by the shares of as many helpers as must help."""
+        secret = combine({self.group.point(helper): revealed[helper][member_id] for helper in helpers})
+        if member_id in survivors:
+            self._take_seeds(member_id, secret, survivors)
+        else:
+            self._take_key(member_id, secret)
 
     def _take_seeds(self, member_id: int, secret: bytes, survivors: frozenset[int]) -> None:
         cells, self._own[member_id] = self.coverage.cells_in(member_id), {}

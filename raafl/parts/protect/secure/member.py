@@ -8,7 +8,7 @@ paper has one seed b_u for a client's own mask, here is one for each cell, so th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 
@@ -442,33 +442,45 @@ class Opening:
         Raises:
             CannotOpen: too-few: not enough members helped; bad-share: their shares restore no key.
         """
-        helpers, threshold = sorted(revealed), self.group.threshold
-        if len(helpers) < threshold:
-            raise CannotOpen(f"{len(helpers)} members helped to unmask the sum, {threshold} must", "too-few")
+        helpers = sorted(revealed)
+        if len(helpers) < self.group.threshold:
+            raise CannotOpen(f"{len(helpers)} members helped to unmask the sum, {self.group.threshold} must", "too-few")
         for member_id in self.commitments:
             try:
-                self._take(member_id, survivors, revealed, helpers[:threshold])
+                self._take(member_id, survivors, revealed, helpers)
             except CannotOpen:
-                suspects = helpers[:threshold] if len(helpers) > threshold else []
-                for suspect in suspects:
-                    others = [helper for helper in helpers if helper != suspect]
-                    with suppress(CannotOpen):
-                        self._take(member_id, survivors, revealed, others[:threshold])
-                        helpers = others
-                        break
-                else:
+                if (fit := self._without_one(member_id, survivors, revealed, helpers)) is None:
                     raise
+                helpers = fit
         return sorted(revealed.keys() - set(helpers))
+
+    def _without_one(
+        self,
+        member_id: int,
+        survivors: frozenset[int],
+        revealed: Mapping[int, Mapping[int, bytes]],
+        helpers: Sequence[int],
+    ) -> list[int] | None:
+        """Return the helpers without the one whose share of a member's secrets is wrong; None if too few others are left."""
+        if len(helpers) == self.group.threshold:
+            return None
+        for suspect in helpers[: self.group.threshold]:
+            others = [helper for helper in helpers if helper != suspect]
+            with suppress(CannotOpen):
+                self._take(member_id, survivors, revealed, others)
+                return others
+        return None
 
     def _take(
         self,
         member_id: int,
         survivors: frozenset[int],
         revealed: Mapping[int, Mapping[int, bytes]],
-        helpers: Iterable[int],
+        helpers: Sequence[int],
     ) -> None:
-        """Restore what one member's masks come from, by the shares of as many helpers as must help."""
-        secret = combine({self.group.point(helper): revealed[helper][member_id] for helper in helpers})
+        """Restore what one member's masks come from, by the shares of the first helpers, as many as must help."""
+        chosen = helpers[: self.group.threshold]
+        secret = combine({self.group.point(helper): revealed[helper][member_id] for helper in chosen})
         if member_id in survivors:
             self._take_seeds(member_id, secret, survivors)
         else:

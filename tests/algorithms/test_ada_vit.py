@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from model_zoo import MLP, ResNet, ViT
 from raafl.algorithms import ada_vit
 from raafl.algorithms.ada_vit import Adaptive, UsagePolicy, usage_loss
-from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
@@ -65,8 +64,7 @@ def force(model: nn.Module, *open: float) -> nn.Module:
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = ada_vit(0.5, 0.6, 3.0, 2.0, 4, False, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = ada_vit(0.5, 0.6, 3.0, 2.0, 4, False)
     assert algorithm.select == Full()
     assert algorithm.local == Adaptive(0.5, 0.6, 3.0, 2.0, 4)
     assert algorithm.merge == Mean(by_samples=False)

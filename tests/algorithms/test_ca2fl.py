@@ -6,7 +6,6 @@ import pytest
 
 from raafl.algorithms import ca2fl, fed_buff
 from raafl.core.algorithm import Local
-from raafl.core.sample import Sample
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.remembered import Remembered
@@ -35,8 +34,7 @@ def state_of(num_clients):
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = ca2fl(buffer_size=3, server_lr=0.5, memory="disk", memory_folder="/x", cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = ca2fl(buffer_size=3, server_lr=0.5, memory="disk", memory_folder="/x")
     assert algorithm.local == Local()
     assert algorithm.trigger == Buffered(3)
     assert algorithm.merge == Remembered(0.5, folder="/x", of_all=True)

@@ -13,7 +13,6 @@ from raafl.algorithms.co_s2p.merge import ImportanceMerge
 from raafl.compression.plan import Compress, CompressionPlan
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import SelectContext, Training
-from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
@@ -44,10 +43,7 @@ def test_every_argument_reaches_its_part():
         min_ratio=0.4,
         wait_s=7.0,
         server_lr=0.5,
-        cohort=4,
-        concurrency=2,
     )
-    assert algorithm.sample == Sample(4, 2)
     assert algorithm.select == RecordingSelect(RollingWindows([0.25], 2.0, "random", "random", 4, 3, 2, None, True))
     assert algorithm.local == MaskedAndDistilled(True, 0.3, 2.0, 1.5, 0.1, 4)
     assert algorithm.trigger == MinRatio(0.4, 7.0)

@@ -15,14 +15,13 @@ from raafl.algorithms import depth_fl, scale_fl
 from raafl.algorithms.depth_fl import DynamicMutual, Mutual, MutualTraining, RegularisedMutual, teaching_weight
 from raafl.algorithms.fed_dyn import GRADIENT
 from raafl.algorithms.scale_fl import WeighedByDepth, WeighedExits
-from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.windows import LeadingBlocks
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, Submodels, depth_window
-from tests.parts.local.test_distilled import batch, filled, task_for, three_blocks
+from tests.parts.local.test_distilled import batch, cut, task_for, three_blocks
 
 
 def divergence(teacher, student, temperature=1.0):
@@ -36,12 +35,11 @@ def exits(monkeypatch):
     model, (x, y) = three_blocks(monkeypatch).eval(), batch()
     submodels = Submodels(model)
     specs = [depth_window(submodels, 0, depth, exit=f"model.exit{depth}") for depth in (1, 2)]
-    return model, submodels, [filled(model, submodels, spec).eval()(x).detach() for spec in (*specs, FULL)], (x, y)
+    return model, submodels, [cut(model, submodels, spec).eval()(x).detach() for spec in (*specs, FULL)], (x, y)
 
 
 def test_arguments_reach_their_parts():
-    algorithm = depth_fl([0.5, 1.0], 9, 0.2, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = depth_fl([0.5, 1.0], 9, 0.2)
     assert algorithm.select == LeadingBlocks([0.5, 1.0])
     assert algorithm.local == RegularisedMutual(9, prox=0.2)
     assert algorithm.merge.alpha == 0.2 and algorithm.trigger == AllReported()

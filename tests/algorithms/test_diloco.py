@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, diloco, fed_avg
 from raafl.algorithms.diloco import HeLoCo
 from raafl.core.algorithm import Training
@@ -21,7 +20,7 @@ from raafl.runfolder import checkpoint_reader
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state, values_of
 from tests.helpers.refusals import refuses
-from tests.helpers.single_task import Slope, give, task_of, whole
+from tests.helpers.single_task import Slope, SteepSlope, give, small_with_adam, task_of, whole
 from tests.helpers.small_runs import SPEEDS, equal_replay, experiment, finish
 from tests.parts.merge.test_nesterov import TOP, push
 
@@ -36,13 +35,6 @@ KINDS = {
         0.4, trigger="quorum", grace_s=0.01, weights="tokens", inner_state="kept", submodel=SLICES
     ),
 }
-
-
-class SteepSlope(Slope):
-    """`Slope` with AdamW."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.5, weight_decay=0.1)
 
 
 def values(finished):
@@ -89,23 +81,14 @@ def test_one_worker_without_waiting_is_one_worker_in_rounds(tmp_path):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_replays_to_the_same_bits(tmp_path, name):
     def made():
-        return experiment(tmp_path / "run", KINDS[name], model=small, train=Training(num_epochs=None, num_steps=8))
+        return experiment(
+            tmp_path / "run", KINDS[name], model=small_with_adam, train=Training(num_epochs=None, num_steps=8)
+        )
 
     run = finish(made())
     assert run.summary["updates_merged"] >= 12 and equal_replay(made(), run)
     by_client = {row["client"]: int(row["num_steps"]) for row in run.rows() if row["outcome"] == "merged"}
     assert by_client["1"] == 8 and (by_client["2"] == 5) == ("moments" not in name)  # 5/8 as fast
-
-
-class WithAdam(MLP):
-    """The zoo's perceptron with Adam."""
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-def small():
-    return WithAdam(64, (16,), 10)
 
 
 # ---- failures, and bytes ----

@@ -9,7 +9,6 @@ import torch
 
 from raafl.algorithms import fadas
 from raafl.algorithms.fadas import AmsgradMemory, DelayAdaptive
-from raafl.core.sample import Sample
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.trigger import Buffered
@@ -27,8 +26,7 @@ def merged(merge, state, *updates):
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = fadas(3, 0.1, 0.8, 0.9, 1e-3, "cap", 2, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = fadas(3, 0.1, 0.8, 0.9, 1e-3, "cap", 2)
     assert algorithm.trigger == Buffered(3)
     assert algorithm.merge == DelayAdaptive("adam", 0.1, 0.8, 0.9, 1e-3, by_samples=False, delay="cap", delay_limit=2)
     with pytest.raises(BadInput, match=r"delay is 'late'"):

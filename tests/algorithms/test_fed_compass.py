@@ -12,7 +12,6 @@ import torch
 from raafl.algorithms import fed_compass
 from raafl.algorithms.fed_compass import CompassMemory, Group, GroupDeltas, GroupReported, Pace, StepsByGroup
 from raafl.core import restoring, saving
-from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assign, ClientInfo, Joined, Lost, SetTimer, Settled, Timer
 from raafl.parts.merge.mean import Staleness
 from raafl.parts.select.rate_select import RateSelect
@@ -30,9 +29,8 @@ and staleness of each update.
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = fed_compass(2, 8, 1.5, 0.5, 0.7, "hinge", 0.3, 2.0, cohort=4, concurrency=2, submodel=RateSelect())
+    algorithm = fed_compass(2, 8, 1.5, 0.5, 0.7, "hinge", 0.3, 2.0, submodel=RateSelect())
     pace = Pace(2, 8, 0.5, 1.5)
-    assert algorithm.sample == Sample(4, 2)
     assert algorithm.select == StepsByGroup(RateSelect(), pace)
     assert algorithm.trigger == GroupReported()
     assert algorithm.merge == GroupDeltas(0.7, Staleness("hinge", 0.3, 2.0), pace=pace)

@@ -25,7 +25,7 @@ from raafl.algorithms.fed_mezo import (
     unpack,
 )
 from raafl.compression.plan import Compress, CompressionPlan
-from raafl.core.algorithm import SelectContext, Task, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.local import SkippedBatch
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
@@ -38,6 +38,7 @@ from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.lora import is_lora
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state, values_of
 from tests.helpers.small_runs import digits, experiment, finish, small_mlp
+from tests.local.bench import task_in
 
 # ---- Tasks of FedMeZO for its tests ----
 
@@ -88,18 +89,8 @@ class Bowl(nn.Module):
 
 def steps(module, lr, epsilon, seed=7, loss=None):
     submodels = Submodels(module)
-    task = Task(
-        assignment(seed=seed),
-        submodels,
-        module,
-        torch.optim.SGD([torch.zeros(1)], 0.0),
-        FlatTensors.empty(submodels.layout(NOTHING)),
-        2,
-        torch.Generator(),
-        loss=loss or module.training_step,
-        backward=lambda loss: None,
-        update=lambda: None,
-    )
+    received, loss = FlatTensors.empty(submodels.layout(NOTHING)), loss or module.training_step
+    task = task_in(module, submodels, assignment(seed=seed), received=received, num_batches=2, loss=loss)
     return Steps(task, lr, epsilon)
 
 

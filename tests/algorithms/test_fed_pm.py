@@ -13,7 +13,7 @@ from torch import nn
 from model_zoo import MLP, ResNet
 from raafl.algorithms import fed_pm
 from raafl.algorithms.fed_pm import BayesianMasks, Masked, ProbabilisticMaskTraining, scale
-from raafl.core.algorithm import Task, Training
+from raafl.core.algorithm import Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, Update, derive_seed
 from raafl.data import Digits
@@ -22,6 +22,7 @@ from raafl.parts.select.rate_select import RateSelect
 from raafl.submodel import FlatTensors, Spec, Submodels, skeleton
 from tests.helpers.coordinators import EXAMPLE, Line, assigned, coordinator_for, join
 from tests.helpers.small_runs import experiment, finish
+from tests.local.bench import filled, task_in
 
 # ---- A line of weights to be masked, for the tests of FedPM ----
 
@@ -52,18 +53,9 @@ def training(module, lr=0.1, loss=None, **more):
         optimizer.step()
         optimizer.zero_grad()
 
-    task = Task(
-        assignment(),
-        submodels,
-        module,
-        optimizer,
-        FlatTensors.empty(submodels.layout()),
-        2,
-        torch.Generator(),
-        loss=loss or module.training_step,
-        backward=lambda loss: loss.backward(),
-        update=update,
-    )
+    received, loss = FlatTensors.empty(submodels.layout()), loss or module.training_step
+    changes = {"optimizer": optimizer, "received": received, "num_batches": 2, "loss": loss, "update": update}
+    task = task_in(module, submodels, assignment(), **changes)
     return ProbabilisticMaskTraining(**more).hook(task)
 
 
@@ -363,21 +355,11 @@ def test_what_no_client_has_keeps_its_probability_bit_for_bit():
 def test_a_submodels_sigma_is_the_whole_models():
     state = prepared_state()
     spec = Spec.select({"hidden": [1, 3]})
-    small = state.submodels.shrink(spec)
-    small.present.copy_(state.submodels.plan(spec, "present").gather(state.values))
+    small = filled(state.submodels, spec, state.values)
     expected = small.module.fc2.weight.clone()
-    task = Task(
-        assignment(spec),
-        state.submodels,
-        small.module,
-        torch.optim.SGD(small.module.parameters(), 0.1),
-        small.present.clone(),
-        1,
-        torch.Generator(),
-        loss=small.module.training_step,
-        backward=lambda x: None,
-        update=lambda: None,
-    )
+    optimizer = torch.optim.SGD(small.module.parameters(), 0.1)
+    given = assignment(spec)
+    task = task_in(small.module, state.submodels, given, optimizer=optimizer, received=small.present.clone())
     hook = ProbabilisticMaskTraining().hook(task)
     torch.testing.assert_close(small.module.fc2.weight.data, torch.zeros(1, 2))  # p is 1/2, not another share
     hook.finish()

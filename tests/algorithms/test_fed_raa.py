@@ -11,7 +11,6 @@ import model_zoo
 from raafl.algorithms import fed_async, fed_avg, fed_raa
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Training
-from raafl.core.sample import Sample
 from raafl.core.types import Assignment
 from raafl.data import ClientData, Digits
 from raafl.data.sources import TrainTestData
@@ -44,10 +43,7 @@ def test_every_argument_reaches_its_part():
         prox=0.5,
         rescale=False,
         K=9.0,
-        cohort=4,
-        concurrency=2,
     )
-    assert algorithm.sample == Sample(4, 2)
     assert algorithm.select == Fragments((0.25, 0.75), "random", 9.0)
     assert (algorithm.local.prox, algorithm.local.rescale) == (0.5, False)
     assert algorithm.trigger == AllReported()

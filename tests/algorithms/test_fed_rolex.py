@@ -4,7 +4,6 @@ import pytest
 
 from raafl.algorithms import fed_rolex
 from raafl.core.algorithm import Local
-from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
@@ -14,8 +13,7 @@ from tests.helpers.coordinators import answer, assigned, coordinator_for, join
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = fed_rolex(rates=0.5, rescale=False, masked=False, by_samples=True, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = fed_rolex(rates=0.5, rescale=False, masked=False, by_samples=True)
     assert algorithm.select == RateSelect("rolling", 0.5, "width", rounds="server")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()

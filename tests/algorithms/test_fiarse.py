@@ -16,7 +16,6 @@ from raafl.algorithms.fiarse import (
     threshold,
 )
 from raafl.core.algorithm import Local
-from raafl.core.sample import Sample
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.deltas import Deltas
@@ -30,8 +29,7 @@ from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = fiarse(rates=[1.0, 0.5], server_lr=0.5, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = fiarse(rates=[1.0, 0.5], server_lr=0.5)
     assert algorithm.select == ShareOfElements([1.0, 0.5])
     assert algorithm.local == ImportanceAware() and algorithm.merge == ChangedMean(0.5)
     assert algorithm.trigger == AllReported() and fiarse(buffer_size=3).trigger == Buffered(3)

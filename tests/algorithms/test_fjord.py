@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ from torch.nn import functional as F
 from model_zoo import MLP
 from raafl.algorithms import fjord
 from raafl.algorithms.fjord import DrawnWidths, OrderedDropout, masks_of
-from raafl.core.local import Task
-from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import with_tensors
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.units import leading
-from raafl.submodel import FULL, FlatTensors, Layout, Submodels
-from tests.local.bench import assignment
+from raafl.submodel import FULL, Submodels
+from tests.local.bench import assignment, filled, task_in
 
 DATA = (torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 0, 1]))
 
@@ -33,30 +30,15 @@ def setting(width=1.0):
 
 
 def cut(model, submodels, spec):
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(model), out=shrunk.present)
-    return shrunk.module
+    return filled(submodels, spec, submodels.state(model)).module
 
 
 def hook_for(module, submodels, spec, local, seed=0):
-    task = Task(
-        replace(assignment(spec), seed=seed),
-        submodels,
-        module,
-        torch.optim.SGD([torch.zeros(1)], lr=0.0),
-        FlatTensors.empty(Layout(())),
-        1,
-        torch.Generator(),
-        loss=lambda batch, i: module.training_step(batch, i),
-        backward=lambda loss: loss.backward(),
-        update=lambda: None,
-    )
-    return DrawnWidths(task, local)
+    return DrawnWidths(task_in(module, submodels, assignment(spec, seed)), local)
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = fjord([0.5, 1.0], [0.25, 0.5], distil=False, by_samples=False, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = fjord([0.5, 1.0], [0.25, 0.5], distil=False, by_samples=False)
     assert algorithm.select == RateSelect("leading", [0.5, 1.0], "width")
     assert algorithm.local == OrderedDropout((0.25, 0.5), distil=False)
     assert algorithm.merge == Mean(by_samples=False)

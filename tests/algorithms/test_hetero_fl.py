@@ -4,7 +4,6 @@ import pytest
 
 from raafl.algorithms import hetero_fl
 from raafl.core.algorithm import Local
-from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
@@ -16,8 +15,7 @@ from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = hetero_fl(rates=[0.5, 1.0], rescale=False, masked=False, by_samples=True, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = hetero_fl(rates=[0.5, 1.0], rescale=False, masked=False, by_samples=True)
     assert algorithm.select == RateSelect("leading", [0.5, 1.0], "width")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()

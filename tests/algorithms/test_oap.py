@@ -5,7 +5,6 @@ import torch
 
 from raafl.algorithms import oap
 from raafl.core.algorithm import Local
-from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
@@ -14,8 +13,7 @@ from tests.helpers.coordinators import answer, assigned, coordinator_for, join, 
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = oap(rates=0.5, by_samples=True, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = oap(rates=0.5, by_samples=True)
     assert algorithm.select == RateSelect("magnitude", 0.5, "width", rounds="server")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()

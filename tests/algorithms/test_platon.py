@@ -9,7 +9,6 @@ from torch import nn
 from raafl.algorithms import platon
 from raafl.algorithms.platon import BestUnits, MeasuredSensitivity, PlatonMemory, ScoredMean, Sensitivity, cubic
 from raafl.core.algorithm import Task
-from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined
 from raafl.devices.profiles import Profile
 from raafl.parts.merge.mean import Staleness
@@ -27,11 +26,11 @@ from tests.helpers.coordinators import (
 )
 from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
+from tests.local.bench import filled, task_in
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = platon([1.0, 0.5], 3, 9, 0.5, 0.6, 4, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = platon([1.0, 0.5], 3, 9, 0.5, 0.6, 4)
     assert algorithm.select == BestUnits([1.0, 0.5], 3, 9, 4)
     assert algorithm.local == Sensitivity(0.5, 0.6, 4)
     assert algorithm.trigger == AllReported()
@@ -79,20 +78,10 @@ class LoraPair(nn.Module):
 def task_of(submodels: Submodels, module: nn.Module, spec: Spec = FULL, extra: dict | None = None) -> Task:
     """A task whose step leaves the weights as they are."""
     assignment = Assignment(1, 1, 0, 0, 0, spec, 1, None, None, 0, 0.0, extra=extra or {})
-    nothing = FlatTensors.zeros(submodels.layout(spec))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    return Task(
-        assignment,
-        submodels,
-        module,
-        optimizer,
-        nothing,
-        3,
-        torch.Generator(),
-        loss=lambda batch, index: batch,
-        backward=lambda loss: None,
-        update=optimizer.zero_grad,
-    )
+    received = FlatTensors.zeros(submodels.layout(spec))
+    changes = {"optimizer": optimizer, "received": received, "num_batches": 3, "update": optimizer.zero_grad}
+    return task_in(module, submodels, assignment, **changes)
 
 
 def test_three_steps_of_two_weights_by_hand():
@@ -135,8 +124,7 @@ def test_units_of_a_cut_model_are_scored_where_they_lie():
     submodels = Submodels(full)
     spec = Spec.select({"blocks.0.heads": [1, 3], "blocks.0.ffn": [0, 2, 5], "blocks.1.heads": [2]})
     state = submodels.state(full)
-    small = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(state, small.present)
+    small = filled(submodels, spec, state)
     hook = MeasuredSensitivity(task_of(submodels, small.module, spec), Sensitivity(0.0, 0.0))
     worth = FlatTensors.zeros(submodels.layout(spec, "trained"))
     for name, parameter in small.module.named_parameters():

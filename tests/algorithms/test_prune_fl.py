@@ -8,7 +8,6 @@ import torch
 from raafl.algorithms import prune_fl
 from raafl.algorithms.prune_fl import Choice, ChosenMean, Pruned, choose, unit_times
 from raafl.core.algorithm import Local
-from raafl.core.sample import Sample
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Spec
@@ -17,8 +16,7 @@ from tests.helpers.refusals import refuses
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = prune_fl(every=5, prunable=0.2, rates=[0.5, 0.25], by_samples=False, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = prune_fl(every=5, prunable=0.2, rates=[0.5, 0.25], by_samples=False)
     assert algorithm.select == Pruned(5, [0.5, 0.25])
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()

@@ -9,7 +9,6 @@ from torch import nn
 from model_zoo import CNN, MLP, ViT
 from raafl.algorithms import q_vit
 from raafl.algorithms.q_vit import Quantised, QuantisedConv2d, QuantisedLinear, mean_bits, quantise, quantised
-from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
@@ -29,8 +28,7 @@ def deep_cnn() -> CNN:
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = q_vit(3, False, 6, 0.5, False, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = q_vit(3, False, 6, 0.5, False)
     assert algorithm.select == Full() and q_vit(submodel=RateSelect()).select == RateSelect()
     assert algorithm.local == Quantised(3, False, 6, 0.5)
     assert algorithm.merge == Mean(by_samples=False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from model_zoo import MLP
 from raafl.algorithms import diloco, streaming_diloco
 from raafl.algorithms.streaming_diloco import Fragments
 from raafl.core.options import Compress
@@ -20,21 +19,10 @@ from raafl.submodel import SpecError, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join
 from tests.helpers.crash import crashed, simulated
 from tests.helpers.refusals import refuses
-from tests.helpers.single_task import Slope, give, task_of, whole
+from tests.helpers.single_task import Slope, SteepSlope, give, small_with_adam, task_of, whole
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-
-
-class WithAdam(MLP):
-    """The zoo's perceptron with Adam."""
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-def small():
-    return WithAdam(64, (16,), 10)
 
 
 # ---- what it is equal to ----
@@ -42,9 +30,11 @@ def small():
 
 def test_one_fragment_taken_whole_is_diloco_with_kept_moments_but_for_rounding(tmp_path):
     """The moments stay on the client as they are; diloco sends their differences, which rounds."""
-    other = finish(experiment(tmp_path / "b", diloco(inner_state="kept"), model=small))
+    other = finish(experiment(tmp_path / "b", diloco(inner_state="kept"), model=small_with_adam))
     one = finish(
-        experiment(tmp_path / "a", streaming_diloco(1, alpha=0.0, sync_delay=0, inner_state="kept"), model=small)
+        experiment(
+            tmp_path / "a", streaming_diloco(1, alpha=0.0, sync_delay=0, inner_state="kept"), model=small_with_adam
+        )
     )
     expected = checkpoint_reader.load(other.folder).state_dict
     for name, tensor in checkpoint_reader.load(one.folder).state_dict.items():
@@ -127,13 +117,6 @@ def test_a_client_without_a_sound_replica_begins_from_what_it_receives(replica, 
     assert up["replica/line.weight"].item() == 3.0 and up["inner_steps/steps"].item() == 2.0
 
 
-class SteepSlope(Slope):
-    """`Slope` with AdamW."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.5, weight_decay=0.1)
-
-
 def test_two_tasks_with_kept_moments_are_one_long_run():
     """Where the received values are the client's own, mixing changes nothing."""
     algorithm, zero = streaming_diloco(sync_delay=0, inner_state="kept"), whole(0.0)
@@ -199,7 +182,7 @@ def test_a_run_weighs_what_the_formula_says_and_replays(tmp_path):
 
     def made():
         algorithm = streaming_diloco(2, inner_state="kept", steps="speed", least_steps=1)
-        return experiment(tmp_path / "run", algorithm, model=small, compress=Compress(down="bf16", up="int8"))
+        return experiment(tmp_path / "run", algorithm, model=small_with_adam, compress=Compress(down="bf16", up="int8"))
 
     run = finish(made())
     first, second = 64 * 16 + 16, 16 * 10 + 10

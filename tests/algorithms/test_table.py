@@ -9,7 +9,7 @@ import pytest
 
 import raafl
 from raafl.algorithms import ALGORITHMS
-from raafl.core.algorithm import Algorithm
+from raafl.core.algorithm import Algorithm, Sample
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
@@ -84,6 +84,13 @@ def test_the_docstring_of_the_file_cites_the_paper_first(name):
     author = ALGORITHMS[name]().paper.split()[0]
     assert author in first
     assert '"' in module.__doc__, "the paper's title"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_clients_at_work_reach_the_sample(name):
+    known = inspect.signature(ALGORITHMS[name]).parameters
+    given = {argument: number for argument, number in (("cohort", 4), ("concurrency", 2)) if argument in known}
+    assert given and ALGORITHMS[name](**given).sample == Sample(**given)
 
 
 def test_arguments_reach_their_parts():

@@ -21,7 +21,6 @@ from raafl.algorithms.timely_fl import (
     workload,
 )
 from raafl.core.algorithm import OwnTests, Training, TriggerContext
-from raafl.core.sample import Sample
 from raafl.core.state import GlobalState, Memory
 from raafl.core.types import Adjusted, Arrived, Assignment, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
@@ -343,8 +342,7 @@ def test_a_run_is_repeated_to_the_last_bit(tmp_path):
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = timely_fl(0.3, True, "share", "yogi", 0.5, cohort=4, concurrency=2, slack=0.2, most_slack=0.3)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = timely_fl(0.3, True, "share", "yogi", 0.5, slack=0.2, most_slack=0.3)
     assert algorithm.select == Timely(0.3, True, "share", slack=0.2, most_slack=0.3)
     assert algorithm.trigger == Interval(0.2, 0.3)
     assert algorithm.merge == ServerOptimizer("yogi", 0.5)

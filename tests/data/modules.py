@@ -55,3 +55,10 @@ def equal(first, second):
         assert num == other and type(a) is type(b) and len(a) == len(b)
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     return True
+
+
+def set_up(module):
+    """Prepare a data module and read its training set, as a run does; return it."""
+    module.prepare_data()
+    module.setup("fit")
+    return module

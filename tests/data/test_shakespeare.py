@@ -4,6 +4,7 @@ import torch
 from raafl.data import ByColumn, FederatedData, Shakespeare
 from raafl.data.text import speeches_of
 from raafl.errors import BadInput
+from tests.data.modules import set_up
 
 TEXT = "Amy:\nabcdef\n\nBob:\nab\n\nAmy:\nghi\nAll: jk\n\nBob:\ncd\n\nCat:\nx\n"
 
@@ -12,12 +13,6 @@ def write(tmp_path, text=TEXT):
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "input.txt").write_text(text)
     return tmp_path
-
-
-def set_up(module):
-    module.prepare_data()
-    module.setup("fit")
-    return module
 
 
 def test_speeches_are_parted_by_blank_lines():

@@ -8,15 +8,10 @@ from torch.utils.data import TensorDataset
 
 from raafl.data import CIFAR10, CIFAR100, MNIST, Digits, Dirichlet, FederatedData, HuggingFace, readers
 from raafl.errors import BadInput
+from tests.data.modules import set_up
 
 MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST_COUNTS = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-
-
-def set_up(module):
-    module.prepare_data()
-    module.setup("fit")
-    return module
 
 
 def idx_bytes(array):

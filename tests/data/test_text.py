@@ -6,6 +6,7 @@ import torch
 
 from raafl.data import FPB, SST2, AGNews, Dirichlet, FederatedData, HuggingFaceText, readers
 from raafl.errors import BadInput
+from tests.data.modules import set_up
 
 SENTENCES = ["good fun", "bad bad film", "good film", "dull", "fun"]
 LABELS = [1, 0, 1, 0, 1]
@@ -26,12 +27,6 @@ def root(tmp_path, monkeypatch):
     write(tmp_path / "data" / "sst2" / "train.parquet", SENTENCES, LABELS)
     write(tmp_path / "data" / "sst2" / "validation.parquet", ["a good film", "dull dull dull dull"], [1, 0])
     return tmp_path / "data"
-
-
-def set_up(module):
-    module.prepare_data()
-    module.setup("fit")
-    return module
 
 
 def test_sst2_is_tokenised_with_the_words_of_the_training_texts(root):

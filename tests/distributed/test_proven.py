@@ -6,23 +6,13 @@ import json
 
 import pytest
 
-from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS
 from raafl.submodel import FULL
 from tests.helpers.real_ranks import ranks
 from tests.helpers.small_runs import experiment
+from tests.submodel.models import WrongAxes
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Wrong(MLP):
-    """Says that its classes may shrink."""
-
-    def submodel_axes(self):
-        return {
-            "hidden": [("layers.1.weight", 0), ("layers.1.bias", 0), ("layers.3.weight", 1)],
-            "classes": [("layers.3.weight", 0), ("layers.3.bias", 0)],
-        }
 
 
 def test_clients_keep_whole_what_the_server_says(tmp_path):
@@ -31,7 +21,7 @@ def test_clients_keep_whole_what_the_server_says(tmp_path):
         ALGORITHMS["hetero_fl"](rates=[1.0, 0.5], masked=False),
         clients=2,
         max_updates=4,
-        model=lambda: Wrong(64, (8,), 10),
+        model=lambda: WrongAxes(64, (8,), 10),
     )
     with ranks(made) as started:
         run = started.serve()

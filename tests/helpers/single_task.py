@@ -7,6 +7,7 @@ from lightning import LightningModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from model_zoo import MLP
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Arrived, Assignment, Update
 from raafl.data.federated import ClientData
@@ -29,6 +30,24 @@ class Slope(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=self.momentum)
+
+
+class SteepSlope(Slope):
+    """`Slope` with AdamW."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.5, weight_decay=0.1)
+
+
+class WithAdam(MLP):
+    """The zoo's perceptron with Adam."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def small_with_adam() -> WithAdam:
+    return WithAdam(64, (16,), 10)
 
 
 def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: int, y: float = 4.0) -> tuple:

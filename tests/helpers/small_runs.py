@@ -112,6 +112,14 @@ def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, A
         return Finished(*whole(run(experiment)))
 
 
+def two_speeds(folder: Path, algorithm: Algorithm | str, **more: Any) -> Finished:
+    """Simulate client 1, which takes 1 s for a task, and client 2, which takes 2 s: equal data, three steps, no link."""
+    flops = 3 * 64 * (4 * 64 * 24 + 6 * 24 * 10)
+    devices = [Device(name="fast", flops_per_s=flops), Device(name="slow", flops_per_s=flops / 2)]
+    training = Training(num_epochs=None, num_steps=3)
+    return finish(experiment(folder / "r", algorithm, clients=2, devices=devices, train=training, **more))
+
+
 def equal_replay(made: Experiment, run: Finished) -> bool:
     """Check whether a replay of the run gives the same model."""
     rows, summary = read_run(run.folder)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from model_zoo import MLP
 from raafl.algorithms import diloco, fed_raa
 from raafl.core.options import FabricOptions
 from raafl.core.types import Assignment
@@ -18,6 +17,7 @@ from raafl.local.malloc import give_back
 from raafl.runtime.client.multiprocess import together
 from raafl.runtime.client.setup import ClientSetup
 from raafl.submodel import FULL, FlatTensors, Spec
+from tests.helpers.single_task import WithAdam
 from tests.helpers.small_runs import experiment, small_mlp
 
 CLIENT = 2
@@ -33,13 +33,6 @@ SPECS = (FULL, Spec.select({"layers.1": range(3, 15)}), FULL)
 
 DEEP_SPECS = (Spec.select({f"layers.{number}": range(4) for number in range(1, 18, 2)}), FULL)
 """A small submodel first, so that libraries are loaded when the whole one, of 8.5 million parameters, is measured."""
-
-
-class WithAdam(MLP):
-    """The zoo's perceptron with Adam."""
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def site(folder, name):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from raafl.core.algorithm import Local, Training
+from raafl.core.algorithm import Local, Task, Training
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.train import FabricOptions, LocalTrainer
-from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.submodels import Shrunk
 
 NUM_SAMPLES, BATCH_SIZE = 22, 5  # five batches to an epoch, the last of two samples
 
@@ -76,6 +77,27 @@ def assignment(spec: Spec = FULL, seed: int = 11, epochs: int | None = None, ste
         seed=seed,
         assigned_s=0.0,
     )
+
+
+def task_in(module: nn.Module, submodels: Submodels, given: Assignment, **changes: Any) -> Task:
+    """Return a task around a module: its own training step and backward pass, and no step, unless ``changes`` say."""
+    fields = {
+        "optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.0),
+        "received": FlatTensors.empty(Layout(())),
+        "num_batches": 1,
+        "generator": torch.Generator(),
+        "loss": lambda batch, index: module.training_step(batch, index),
+        "backward": lambda loss: loss.backward(),
+        "update": lambda: None,
+    }
+    return Task(given, submodels, module, **(fields | changes))
+
+
+def filled(submodels: Submodels, spec: Spec, full: FlatTensors, **options: Any) -> Shrunk:
+    """Cut a submodel, and give it its part of the whole model's values."""
+    shrunk = submodels.shrink(spec, **options)
+    submodels.plan(spec, "present").gather(full, out=shrunk.present)
+    return shrunk
 
 
 @dataclass

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from model_zoo import HFCausalLM, HFImageClassifier, HFSeq2SeqLM, HFSequenceClassifier
 from raafl.submodel import Spec, Submodels
+from tests.local.bench import filled
 
 BERT = {
     "model_type": "bert",
@@ -174,8 +175,7 @@ def trained(module, batch):
     """Half of a module after one backward pass, and what it is predicted to cost."""
     submodels = Submodels(module, batch)
     spec = halved(submodels)
-    small = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(module), out=small.present)
+    small = filled(submodels, spec, submodels.state(module))
     small.module.train().training_step(batch, 0).backward()
     return small.module, submodels.cost(spec, 8)
 

@@ -20,7 +20,7 @@ from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
 from tests.helpers.coordinators import filled, line_state
 from tests.helpers.methods import each_method
-from tests.helpers.small_runs import experiment, finish
+from tests.helpers.small_runs import experiment, finish, two_speeds
 from tests.runtime.test_simulation import COMING_AND_GOING
 
 pytestmark = pytest.mark.timeout(120)
@@ -109,16 +109,8 @@ def test_bytes_are_counted_down_for_each_assignment_and_up_for_each_arrival(fini
     assert all(int(row["bytes_up"]) == size(row, up=True) for row in rows if row["arrived_s"])
 
 
-def two(tmp_path, algorithm, **more):
-    """Client 1 takes 1 s for a task and client 2 takes 2 s: equal data, three steps, no link."""
-    flops = 3 * 64 * (4 * 64 * 24 + 6 * 24 * 10)
-    devices = [Device(name="fast", flops_per_s=flops), Device(name="slow", flops_per_s=flops / 2)]
-    training = Training(num_epochs=None, num_steps=3)
-    return finish(experiment(tmp_path / "r", algorithm, clients=2, devices=devices, train=training, **more))
-
-
 def test_utilisation_of_rounds_by_hand(tmp_path):
-    run = two(tmp_path, fed_avg(), max_updates=6)
+    run = two_speeds(tmp_path, fed_avg(), max_updates=6)
     # three rounds of 2 s; the fast client works half of each
     assert run.summary["time_s"] == pytest.approx(6.0)
     assert run.summary["utilisation"] == pytest.approx((3 * 1 + 3 * 2) / (2 * 6))
@@ -126,7 +118,7 @@ def test_utilisation_of_rounds_by_hand(tmp_path):
 
 
 def test_utilisation_counts_work_that_was_not_used(tmp_path):
-    run = two(tmp_path, fed_async(), max_updates=None, max_time=4.5)
+    run = two_speeds(tmp_path, fed_async(), max_updates=None, max_time=4.5)
     assert run.summary["utilisation"] == pytest.approx(1.0)
     assert Counter(row["outcome"] for row in run.rows()) == {"merged": 6, "unused": 2}
     # at 2 s and at 4 s both report, the slow one first: its task began earlier

@@ -13,11 +13,9 @@ import raafl
 from model_zoo import CharLM
 from raafl.algorithms import fed_async, fed_avg, fed_raa, hetero_fl
 from raafl.config.targets import Target
-from raafl.core.algorithm import Training
 from raafl.core.types import Assignment, Joined, Settled, Update
 from raafl.data import Dirichlet, Iid, TextFolder
 from raafl.data.federated import tokens_in
-from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.record import RunRecord
@@ -27,7 +25,7 @@ from raafl.runtime.run import simulate
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line, assigned, filled, line_state
-from tests.helpers.small_runs import experiment, finish
+from tests.helpers.small_runs import experiment, finish, two_speeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -193,20 +191,12 @@ def test_what_is_saved_goes_on_the_same():
 # ---- whole runs ----
 
 
-def two(tmp_path, algorithm, **more):
-    """Client 1 takes 1 s for a task and client 2 takes 2 s: equal data, three steps, no link."""
-    flops = 3 * 64 * (4 * 64 * 24 + 6 * 24 * 10)
-    devices = [Device(name="fast", flops_per_s=flops), Device(name="slow", flops_per_s=flops / 2)]
-    training = Training(num_epochs=None, num_steps=3)
-    return finish(experiment(tmp_path / "r", algorithm, clients=2, devices=devices, train=training, **more))
-
-
 def numbers(run, column):
     return [float(row[column]) for row in run.rows("metrics.csv") if row[column]]
 
 
 def test_figures_of_rounds_by_hand(tmp_path):
-    run = two(tmp_path, fed_avg(), max_updates=6, eval_every=1)
+    run = two_speeds(tmp_path, fed_avg(), max_updates=6, eval_every=1)
     # three rounds of 2 s; the fast client works half of each
     assert numbers(run, "utilisation") == pytest.approx([0.0, 0.75, 0.75, 0.75])
     assert numbers(run, "round_s") == pytest.approx([2, 2, 2]) and run.summary["round_s"] == pytest.approx(2.0)
@@ -222,7 +212,7 @@ def test_figures_of_rounds_by_hand(tmp_path):
 
 
 def test_figures_of_arrivals_count_what_is_under_way(tmp_path):
-    run = two(tmp_path, fed_async(), max_updates=None, max_time=4.5, eval_every=1)
+    run = two_speeds(tmp_path, fed_async(), max_updates=None, max_time=4.5, eval_every=1)
     # arrivals at 1, 2 (the slow one first), 2, 3, 4 (likewise) and 4 s; both always work
     assert numbers(run, "time_s") == pytest.approx([0, 1, 2, 2, 3, 4, 4])
     assert numbers(run, "utilisation") == pytest.approx([0, 1, 1, 1, 1, 1, 1])

@@ -164,6 +164,19 @@ def merged(coordinator, updates):
 STEPS = 2**25  # of four changes up to 8
 
 
+def masks(hand):
+    hand.mask(STEPS)
+
+
+def together(one, hands, *steps):
+    """Let the clients make each step, the aggregator look after it; return what it then has."""
+    for step in steps:
+        for hand in hands:
+            step(hand)
+        updates = one.look(0.0)
+    return updates
+
+
 def test_the_aggregator_waits_for_all_and_reads_their_sum(aggregator):
     coordinator, one, hands, _ = aggregator
     assert one.look(0.0) == [] and one.is_running
@@ -201,9 +214,7 @@ def test_a_client_that_is_too_slow_is_left_out_and_told(aggregator):
 def test_two_lost_of_four_are_too_many_and_everyone_is_told(aggregator):
     _, one, hands, notes = aggregator
     one.look(0.0)
-    for hand in hands:
-        hand.share()
-    one.look(0.0)
+    together(one, hands, Hand.share)
     for hand in hands[:2]:
         hand.mask(STEPS)
     for hand in hands[2:]:
@@ -216,10 +227,7 @@ def test_two_lost_of_four_are_too_many_and_everyone_is_told(aggregator):
 def test_one_that_opens_nothing_counts_if_enough_others_do(aggregator):
     coordinator, one, hands, _ = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS), Hand.sign):
-        for hand in hands:
-            step(hand)
-        one.look(0.0)
+    together(one, hands, Hand.share, masks, Hand.sign)
     for hand in hands[1:]:
         hand.reveal()
     one.lose(hands[0].assignment.client, 0)
@@ -231,25 +239,16 @@ def test_one_that_is_lost_before_it_signs_the_survivors_is_still_in_the_sum(aggr
     """Its signature of the senders came with its numbers, which is what its masks depend on."""
     coordinator, one, hands, _ = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS)):
-        for hand in hands:
-            step(hand)
-        one.look(0.0)
+    together(one, hands, Hand.share, masks)
     one.lose(hands[3].assignment.client, 0)
-    for step in (Hand.sign, Hand.reveal):
-        for hand in hands[:3]:
-            step(hand)
-        updates = one.look(0.0)
+    updates = together(one, hands[:3], Hand.sign, Hand.reveal)
     assert len(updates) == 4 and merged(coordinator, updates).eq(1).all()
 
 
 def test_one_that_signs_the_survivors_too_late_can_still_help(aggregator):
     _, one, hands, _ = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS)):
-        for hand in hands:
-            step(hand)
-        one.look(0.0)
+    together(one, hands, Hand.share, masks)
     for hand in hands[:3]:
         hand.sign()
     assert one.look(60.1) == []
@@ -264,18 +263,13 @@ def test_one_that_signs_the_survivors_too_late_can_still_help(aggregator):
 def test_one_whose_signature_is_wrong_is_left_out_and_told(aggregator):
     _, one, hands, _ = aggregator
     one.look(0.0)
-    for hand in hands:
-        hand.share()
-    one.look(0.0)
+    together(one, hands, Hand.share)
     for hand in hands[:3]:
         hand.mask(STEPS)
     hands[3].say("masked", hands[3].layouts.zeros(), bytes(64))
     one.look(0.0)
     assert hands[3].heard().meta["members"] == [1, 2, 3, 4] and hands[3].heard() is None  # the senders, then no more
-    for step in (Hand.sign, Hand.reveal):
-        for hand in hands[:3]:
-            step(hand)
-        updates = one.look(0.0)
+    updates = together(one, hands[:3], Hand.sign, Hand.reveal)
     assert [update.client for update in updates] == [1, 2, 3]
 
 
@@ -284,10 +278,7 @@ def test_a_wrong_share_is_left_out_if_enough_others_help_and_else_ends_the_sum(a
     """Three of four must help: with a fourth, the server sees whose share fits no commitment."""
     coordinator, one, hands, notes = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS * hand.assignment.client), Hand.sign):
-        for hand in hands:
-            step(hand)
-        one.look(0.0)
+    together(one, hands, Hand.share, lambda hand: hand.mask(STEPS * hand.assignment.client), Hand.sign)
     hands[1].say("opened", to_tensors(revealed=bytes(4 * 32)))
     for hand in (hands[0], hands[2], hands[3])[: num_helpers - 1]:
         hand.reveal()

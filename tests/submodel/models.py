@@ -14,6 +14,16 @@ from model_zoo import CNN, MLP
 from raafl.submodel import FlatTensors, Spec, Submodels
 
 
+class WrongAxes(MLP):
+    """Says that its classes may shrink."""
+
+    def submodel_axes(self) -> dict[str, list[tuple[str, int]]]:
+        return {
+            "hidden": [("layers.1.weight", 0), ("layers.1.bias", 0), ("layers.3.weight", 1)],
+            "classes": [("layers.3.weight", 0), ("layers.3.bias", 0)],
+        }
+
+
 class Residual(nn.Module):
     """A stem, two residual blocks with batch norm, a mean over the pixels; all of them share one width."""
 

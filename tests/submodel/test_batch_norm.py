@@ -9,7 +9,7 @@ from torch import nn
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Spec, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
-from tests.submodel.cut.test_shrink import filled
+from tests.local.bench import filled
 
 
 def model():

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from raafl.local.trainable import Buffers
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError
-from tests.submodel.cut.test_shrink import filled, zeroed
+from tests.local.bench import filled
+from tests.submodel.cut.test_shrink import zeroed
 from tests.submodel.models import slow_masks, specs
 from tests.submodel.zoo import COVERING, MODELS, SMALL, TORCHS, ZOO, any_spec, built, kept_masks, one_step, trains
 
@@ -109,8 +110,7 @@ def lying_like(module, flat):
 def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
     _, submodels, full = built(name)
     spec = Spec.select({axis.name: range(max(axis.size // 2, 1)) for axis in submodels.axes.values()})
-    shrunk = submodels.shrink(spec, rescale=True)
-    submodels.plan(spec, "present").gather(full, shrunk.present)
+    shrunk = filled(submodels, spec, full, rescale=True)
     answers = []
     for module in (shrunk.module, pickle.loads(pickle.dumps(shrunk.module)), copy.deepcopy(shrunk.module)):
         torch.manual_seed(1)

@@ -12,6 +12,7 @@ from model_zoo import MLP
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.frozen import FrozenBase
+from tests.local.bench import filled
 from tests.local.test_train import Bench, Net, assignment
 
 
@@ -81,8 +82,7 @@ def test_a_model_that_trains_whole_is_sent_whole():
 def test_a_small_module_on_the_base_is_the_one_that_was_sent_everything(halved, kept):
     module, submodels = halved
     spec, full = Spec.select(kept), submodels.state(module)
-    everything = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(full, out=everything.present)
+    everything = filled(submodels, spec, full)
     submodels.attach_base(full)
     small = submodels.shrink(spec, base=submodels.base)
     submodels.plan(spec, "sent").gather(full, out=small.present)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import FULL, Member, Spec, Submodels
-from tests.submodel.cut.test_shrink import filled
+from tests.local.bench import filled
 from tests.submodel.networks import CASES, Spotter, built, last_state
 
 

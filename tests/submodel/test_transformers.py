@@ -8,7 +8,8 @@ from torch import nn
 
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Member, Spec, SpecError, Submodels, skeleton
-from tests.submodel.cut.test_shrink import filled, zeroed
+from tests.local.bench import filled
+from tests.submodel.cut.test_shrink import zeroed
 from tests.submodel.models import slow_masks
 from tests.submodel.networks import CASES, COVERING, SLOW, WORDS, built, hugging_face, output, words
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
 from tests.helpers.raw_frames import decode, encode
+from tests.transport import hostile
 
 
 def no_tensors(kind, assignment, meta):
@@ -29,24 +29,7 @@ def into(target):
 
 
 def frame(text: bytes, num_buffers=0, payload=b"", **changed) -> bytes:
-    """Build a frame by hand from a JSON section, with right checksums unless told otherwise."""
-    values = {
-        "magic": b"RAFL",
-        "version": 1,
-        "kind": 4,
-        "flags": 0,
-        "assignment": 5,
-        "incarnation": 6,
-        "json_bytes": len(text),
-        "num_buffers": num_buffers,
-        "reserved": 0,
-        "payload_bytes": len(payload),
-        "json_checksum": xxhash.xxh3_64_intdigest(text),
-        **changed,
-    }
-    fields = struct.pack("<4sHBBQIIIIQQ", *values.values())
-    footer = struct.pack("<Q", xxhash.xxh3_64_intdigest(payload)) if payload else b""
-    return fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + text + payload + footer
+    return hostile.frame(text, payload, **({"num_buffers": num_buffers, "assignment": 5, "incarnation": 6} | changed))
 
 
 def section(meta="{}", buffers="[]") -> bytes:

@@ -232,13 +232,8 @@ def tried(
     stages: list[tuple[float, dict[str, float | None]]] = []
     metric, work, virtual_s = "", 0.0, 0.0
     with ExitStack() as stack:
-        common, trials = _of_trials(experiment), dict[str, _Trial]()
-        for label in plan.labels:
-            try:  # executors fork processes, which must happen before any of them has trained
-                trials[label] = _Trial.of(replace(common, algorithm=methods[label]), stack)
-            except USER_ERRORS as error:
-                problems[label] = one_line(format_error(error))
-                dropped.append(label)
+        trials = _prepared(experiment, methods, plan.labels, stack, problems)
+        dropped += problems
         going = [label for label in order if label in trials]
         untrained = trials[going[0]].metrics() if going else {}
         start, ranking = None, Ranking([], False, False)
@@ -248,13 +243,11 @@ def tried(
             virtual_s += passed_s * len(going)
             measured = _measured({label: trials[label] for label in going}, until_s, problems)
             metric = metric or _metric(experiment, measured)
-            sign = 1.0 if _grows(experiment, metric) else -1.0
             start = _finite(untrained.get(metric))
             values = {label: _finite(measured.get(label, {}).get(metric)) for label in going}
-            stages.append(
-                (until_s, {label: None if value is None else fmean(value) for label, value in values.items()})
-            )
-            ranking = ranked(values, start, sign)
+            means = {label: None if value is None else fmean(value) for label, value in values.items()}
+            stages.append((until_s, means))
+            ranking = ranked(values, start, 1.0 if _grows(experiment, metric) else -1.0)
             dropped = [*ranking.order[num_left:], *dropped]
             going = [label for label in going if label in ranking.order[:num_left]]
         updates = sum(trial.coordinator.merged for trial in trials.values())
@@ -263,11 +256,10 @@ def tried(
         why = problems.get(found[0]) if found else None
         raise RunFailed(f"{next(iter(found), 'auto')}: {why or 'no metric says which values are better'}")
     run_work = _work_of(experiment, loads[plan.labels[0]]) or math.inf
-    real_s = time.perf_counter() - begun_s
     return Trials(
         found,
         virtual_s,
-        real_s,
+        time.perf_counter() - begun_s,
         updates,
         work / run_work,
         metric,
@@ -277,6 +269,23 @@ def tried(
         ranking.by_table,
         problems,
     )
+
+
+def _prepared(
+    experiment: Experiment,
+    methods: Mapping[str, Algorithm],
+    labels: Sequence[str],
+    stack: ExitStack,
+    problems: dict[str, str],
+) -> dict[str, _Trial]:
+    """Build the trial of each candidate; add the error of one that cannot be built to ``problems``."""
+    common, trials = _of_trials(experiment), dict[str, _Trial]()
+    for label in labels:
+        try:  # executors fork processes, which must happen before any of them has trained
+            trials[label] = _Trial.of(replace(common, algorithm=methods[label]), stack)
+        except USER_ERRORS as error:
+            problems[label] = one_line(format_error(error))
+    return trials
 
 
 @dataclass(frozen=True, slots=True)

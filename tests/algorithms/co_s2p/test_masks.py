@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from raafl.core.local import Task
 from raafl.parts.local.mask_training import SCORES, MaskTraining, best, first_score, kept_share_loss, masks_of
 from raafl.parts.select.segments import Gates, Segments, cuts_of, readers
-from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.submodel import FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line
-from tests.local.bench import assignment
+from tests.local.bench import assignment, filled, task_in
 from tests.submodel import networks
 
 
@@ -64,8 +63,7 @@ def test_gates_do_what_cutting_does(name):
         kept[axis] = cut.units(chosen)
         masks[axis] = torch.tensor([float(i in chosen) for i in range(len(cut))], dtype=torch.float64)
     spec = Spec.select({axis: units for axis, units in kept.items() if len(units) < submodels.axes[axis].size})
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(model), out=shrunk.present)
+    shrunk = filled(submodels, spec, submodels.state(model))
     shrunk.module.eval()
     loss = networks.output(shrunk.module, inputs).square().mean()
     loss.backward()
@@ -107,20 +105,8 @@ def mask_task(model, submodels, scores, rate, seed=5):
     task = assignment(Spec(trained=()), seed=seed)
     object.__setattr__(task, "extra", {"masks": list(scores), "rate": rate})
     given = FlatTensors.from_named({axis: torch.tensor(values) for axis, values in scores.items()})
-    return Task(
-        task,
-        submodels,
-        model,
-        torch.optim.SGD([torch.zeros(1)], lr=0.0),
-        FlatTensors.empty(Layout(())),
-        1,
-        torch.Generator(),
-        loss=lambda batch, i: model.training_step(batch, i),
-        backward=lambda loss: loss.backward(),
-        update=lambda: pytest.fail("weights stay"),
-        down={SCORES: given},
-        up={SCORES: FlatTensors.zeros(given.layout)},
-    )
+    tensors = {"down": {SCORES: given}, "up": {SCORES: FlatTensors.zeros(given.layout)}}
+    return task_in(model, submodels, task, update=lambda: pytest.fail("weights stay"), **tensors)
 
 
 def test_the_straight_through_gradient_is_that_of_a_slow_reference():

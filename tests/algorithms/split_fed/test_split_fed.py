@@ -10,7 +10,6 @@ from raafl.algorithms.split_fed import Halved, Split
 from raafl.compression.plan import Compress
 from raafl.compression.streams import RESIDUAL, CompressedSnapshots
 from raafl.core.algorithm import Training
-from raafl.core.sample import Sample
 from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Update
 from raafl.data import Digits
 from raafl.devices.profiles import Device, Profile
@@ -27,8 +26,7 @@ from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = split_fed(share=0.25, by_samples=False, cohort=4, concurrency=2)
-    assert algorithm.sample == Sample(4, 2)
+    algorithm = split_fed(share=0.25, by_samples=False)
     assert algorithm.select == Halved()
     assert algorithm.local == Split(None, 0.25, None)
     assert algorithm.trigger == AllReported()

@@ -13,11 +13,10 @@ pytest.importorskip("transformers")
 from torch.nn import functional as F
 
 from model_zoo import LLaMA, ViT
-from raafl.core.local import Task
 from raafl.errors import BadInput
 from raafl.parts.local.distilled import Distilled, _logits, exit_depths, knowledge_loss, with_every_exit
-from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels, depth_window
-from tests.local.bench import assignment
+from raafl.submodel import FULL, Spec, Submodels, depth_window
+from tests.local.bench import assignment, filled, task_in
 
 
 def three_blocks(monkeypatch):
@@ -29,24 +28,11 @@ def three_blocks(monkeypatch):
 
 
 def task_for(module, submodels, spec=FULL):
-    return Task(
-        assignment(spec),
-        submodels,
-        module,
-        torch.optim.SGD([torch.zeros(1)], lr=0.0),
-        FlatTensors.empty(Layout(())),
-        1,
-        torch.Generator(),
-        loss=lambda batch, i: module.training_step(batch, i),
-        backward=lambda loss: loss.backward(),
-        update=lambda: None,
-    )
+    return task_in(module, submodels, assignment(spec))
 
 
-def filled(model, submodels, spec):
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(model), out=shrunk.present)
-    return shrunk.module
+def cut(model, submodels, spec):
+    return filled(submodels, spec, submodels.state(model)).module
 
 
 def batch():
@@ -87,14 +73,14 @@ def test_the_loss_is_the_sum_over_exits_of_one_forward_pass(monkeypatch, window)
         (0, 2): depth_window(submodels, 0, 2, exit=["model.exit1", "model.exit2"]),
         (1, 3): Spec(blocks=(), trained=(*depth_window(submodels, 1, 3).trained, "model.exits.exit2"), exits=None),
     }
-    module = filled(model, submodels, specs[window]).eval()
+    module = cut(model, submodels, specs[window]).eval()
     hook = Distilled(task_for(module, submodels, specs[window]), weight=0.3, temperature=2.0)
     found = hook.loss((x, y), 0)
     hook.close()
     logits = []
     for depth in range(start + 1, stop + 1):
         spec = FULL if depth == 3 else depth_window(submodels, 0, depth, exit=f"model.exit{depth}")
-        logits.append(filled(model, submodels, spec).eval()(x).detach())
+        logits.append(cut(model, submodels, spec).eval()(x).detach())
     teacher = logits[-1]
     wanted = sum(
         0.7 * F.cross_entropy(z, y)

@@ -14,6 +14,7 @@ from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.rules import Rules
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.nested_batch import tensors_in
+from tests.local.bench import filled
 from tests.submodel import networks
 
 LABELS = torch.zeros(2, dtype=torch.long)
@@ -44,8 +45,7 @@ def check_peak(module, batch, half):
             part.p = 0.0
     submodels = Submodels(module, batch)
     spec = Spec.select({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
+    shrunk = filled(submodels, spec, submodels.state(module))
     for name in ("log", "log_dict"):
         setattr(shrunk.module, name, lambda *args, **kwargs: None)
     held = 2 * shrunk.present.num_bytes + sum(x.numel() * x.itemsize for x in tensors_in(batch))

@@ -11,6 +11,7 @@ from torch import nn
 
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.cut.sizes import put, set_carried
+from tests.local.bench import filled
 
 
 class Regrouped(nn.Module):
@@ -87,8 +88,7 @@ def test_a_corrected_call_survives_and_belongs_to_the_copy():
     submodels = Submodels(module, (batch,))
     (name,) = (name for name, axis in submodels.axes.items() if axis.size in (4, 8))
     spec = Spec.select({name: range(submodels.axes[name].size // 2)})
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(module), shrunk.present)
+    shrunk = filled(submodels, spec, submodels.state(module))
     assert shrunk.module.first.weight.shape == (4, 3)
     expected = shrunk.module(batch)
     for other in copies(shrunk.module):

@@ -13,13 +13,8 @@ from model_zoo import CNN, MLP
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Spec, Submodels, skeleton
 from raafl.trainer_stand_in import TrainerStandIn
+from tests.local.bench import filled
 from tests.submodel.models import CASES, Blocks, FusedAttention, Tied, built
-
-
-def filled(submodels, spec, full, **options):
-    shrunk = submodels.shrink(spec, **options)
-    submodels.plan(spec, "present").gather(full, out=shrunk.present)
-    return shrunk
 
 
 def zeroed(module, masks):

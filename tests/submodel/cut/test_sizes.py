@@ -12,6 +12,7 @@ from torch import nn
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.cut.sizes import Corrected, Extent, put, shallow
 from raafl.submodel.prove.proof import refuted
+from tests.local.bench import filled
 from tests.submodel.architectures import ARCHITECTURES
 
 
@@ -52,8 +53,7 @@ def small_of(name, count=1):
     module, batch = architecture.make(), architecture.batch()
     submodels = Submodels(module, batch)
     spec = Spec.select({axis.name: range(min(count, axis.size - 1)) for axis in submodels.axes.values()})
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
+    shrunk = filled(submodels, spec, submodels.state(module))
     return submodels, shrunk.module.eval(), batch
 
 

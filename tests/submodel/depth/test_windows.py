@@ -21,8 +21,8 @@ from raafl.submodel import (
     last_fraction,
     skeleton,
 )
+from tests.local.bench import filled
 from tests.submodel import zoo
-from tests.submodel.cut.test_shrink import filled
 from tests.submodel.models import Blocks
 from tests.submodel.networks import CASES, Encoder, output, randomise
 

@@ -20,6 +20,7 @@ from raafl.runtime.setup import proven_submodels
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
 from tests.helpers.small_runs import experiment
+from tests.submodel.models import WrongAxes
 from tests.submodel.prove.shifts import shift_by_a_unit
 from tests.submodel.zoo import COVERING, ZOO
 
@@ -298,18 +299,10 @@ def test_a_name_that_is_no_axis_is_refused():
 
 
 def test_a_run_says_what_a_rate_leaves_and_what_is_not_proven(tmp_path):
-    from model_zoo import MLP
     from raafl.runtime.run import simulate
 
-    class Wrong(MLP):
-        def submodel_axes(self):
-            return {
-                "hidden": [("layers.1.weight", 0), ("layers.1.bias", 0), ("layers.3.weight", 1)],
-                "classes": [("layers.3.weight", 0), ("layers.3.bias", 0)],
-            }
-
     def wrong():
-        return Wrong(64, (24,), 10, lr=0.05, momentum=0.5)
+        return WrongAxes(64, (24,), 10, lr=0.05, momentum=0.5)
 
     summary, _ = simulate(experiment(tmp_path / "run", "hetero_fl", model=wrong, max_updates=4))
     (warning,) = summary["warnings"]

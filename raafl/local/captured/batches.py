@@ -63,7 +63,7 @@ class BatchGraphs(Graphs):
 
         One for fewer clients, since others have ended, is returned as it is.
         """
-        if len(optimizer.param_groups[0]["params"][0]) != self._num:
+        if any(len(p) != self._num for group in optimizer.param_groups for p in group["params"][:1]):
             return optimizer
         if self._optimizer is None:
             self._optimizer = optimizer

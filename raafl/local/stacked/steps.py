@@ -155,7 +155,10 @@ class Steps:
         self._indices: dict[tuple[int, ...], slice | Tensor] = {}
         self._rates = _rates_of(trainer, built.optimizer) if graphs is None else graphs.rates
         trains = {id(p): name for name, p in built.module.named_parameters()}
-        self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
+        self.groups = [  # optimizers skip frozen parameters, which may be in their groups
+            (group, [trains[id(p)] for p in group["params"] if p.requires_grad])
+            for group in built.optimizer.param_groups
+        ]
         self.trained = [name for _, names in self.groups for name in names]
         order = {name: place for place, name in enumerate(trains.values())}
         # indices of the trained tensors, in the module's order of parameters

@@ -96,6 +96,27 @@ def test_clients_of_unequal_sizes_are_trained_as_alone(make):
     check(bench, members(bench, epochs=2))
 
 
+class Fixed(Net):
+    """Passes a parameter to its optimizer that does not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1.bias.requires_grad_(False)
+
+
+PARTIAL = [Spec.select({}, trained=["fc2"]), Spec.select({"fc1": (1, 4, 6)}, trained=["fc1"])]
+
+
+@pytest.mark.parametrize("spec", PARTIAL)
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "local": Local(prox=0.3), "sends": "delta"}])
+def test_parts_that_do_not_train_in_a_task_stay_as_they_were_received(spec, options):
+    """The module passes all of its parameters to the optimizer, which skips those without gradients."""
+    bench = Bench.of(Net, **options)
+    check(bench, members(bench, spec, epochs=2))
+    bench = Bench.of(Fixed, **options)
+    check(bench, members(bench, epochs=2))
+
+
 # Noisy draws on the CPU; an LSTM makes its first state where a stack within vmap says that it lies, in the emulation the CPU
 @pytest.mark.parametrize("make", [make for make in EQUAL if make not in (Noisy, Recurrent)])
 def test_clients_on_an_emulated_gpu_are_trained_as_alone(emulated_cuda: Emulated, make):

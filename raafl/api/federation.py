@@ -22,7 +22,7 @@ import yaml
 from torch import nn
 
 from raafl.algorithms import AUTO
-from raafl.api.callbacks import Callback, CallbackHooks, callbacks_of, current_module
+from raafl.api.callbacks import Callback, CallbackHooks, EarlyStopping, callbacks_of, current_module
 from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec, as_datamodule, check_types, in_eval_mode
 from raafl.api.python_objects import objects
 from raafl.api.settings import (
@@ -35,6 +35,7 @@ from raafl.api.settings import (
     count_of,
     devices_of,
     fields_of,
+    options_set,
     plain_value,
     same_settings,
     settings_in,
@@ -142,7 +143,7 @@ class Federation:
         check_types({"clients": clients}, {"clients": int | None})
         self.clients, self.devices = plain_value("clients", clients), devices_of(devices)
         self.callbacks = callbacks_of(callbacks)
-        self._fields = fields_of(settings)
+        self._fields, self._is_set = fields_of(settings), options_set(settings)
         self._observer: CallbackHooks | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -366,9 +367,10 @@ class Federation:
         check_how(how)
         of_trainer, fields = getattr(type(module), "for_federation", None), self._fields
         if of_trainer is not None:
-            if data is not None:
-                raise BadInput("data is given, but the Trainer in from_trainer has data of its own: leave it out")
-            module, data, fields = of_trainer(module, self._fields, processes=processes)
+            given = {"data": data, **how}
+            module, data, fields = of_trainer(
+                module, self._fields, given, set_options=self._is_set, processes=processes
+            )
         source = as_datamodule(data, module, **{name: how.get(name) for name in _LOADING})
         spec = ModuleSpec(module, **{name: value for name, value in how.items() if name not in _LOADING})
         return spec, source, fields
@@ -391,7 +393,8 @@ class Federation:
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(recorded, yaml.safe_load(to_yaml(config, [])))
-        observer = self._observer = CallbackHooks(self.callbacks, spec.trained_copy)
+        callbacks = [*self.callbacks, *(EarlyStopping(**stop) for stop in spec.early_stopping())]
+        observer = self._observer = CallbackHooks(callbacks, spec.trained_copy)
         try:
             with console(), _random_state_restored():
                 ended = run(experiment, to_yaml(config, self._notes()), observer=observer)

@@ -220,6 +220,10 @@ class ModuleSpec:
         module.__class__ = given_class(module)
         return module
 
+    def early_stopping(self) -> list[dict[str, Any]]:
+        """Return the arguments of the `EarlyStopping` callbacks that a module of a Trainer asks for; none of any other."""
+        return self.given.early_stopping() if _is_of_trainer(self.given) else []
+
     def settings(self) -> dict[str, Any]:
         """Describe loss, optimizer and metrics as texts, for config.yaml."""
         named = {"loss": self.loss, "optimizer": self.optimizer}

@@ -138,6 +138,13 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def options_set(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the options of `FabricOptions` that keyword arguments set, such as fabric.precision."""
+    section = settings.get("fabric")
+    flat = [name for name in settings if _FLAT.get(name) == "fabric"]
+    return frozenset(f"fabric.{name}" for name in (*flat, *(section if isinstance(section, Mapping) else ())))
+
+
 def _as_object(value: Any, example: str) -> str:
     """Tell how to create the object that is needed in place of a class, or of a config's class_path and init_args."""
     if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):

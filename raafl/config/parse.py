@@ -225,18 +225,26 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
                 raise
             # a class in the config imported the other Lightning package, so parse again with a parser for both packages
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
-    made_fields = {field.name: made[field.name] for field in fields(Experiment)}
-    if str(getattr(namespace.model, "class_path", "")).startswith(OF_TRAINER):
-        import yaml
+        made_fields = {field.name: made[field.name] for field in fields(Experiment)}
+        if str(getattr(namespace.model, "class_path", "")).startswith(OF_TRAINER):
+            import yaml
 
-        from raafl.local.from_trainer import said_by_trainer
+            from raafl.local.from_trainer import said_by_trainer
 
-        tree = yaml.safe_load(text)
-        said = said_by_trainer(tree)
-        made_fields |= said
-        tree |= {**said, "fabric": asdict(said["fabric"])}
-        text = yaml.safe_dump(tree, sort_keys=False)
+            tree = yaml.safe_load(text)
+            said = said_by_trainer(tree, _set_options(config_first(argv)))
+            made_fields |= said
+            text = yaml.safe_dump(tree | {**said, "fabric": asdict(said["fabric"])}, sort_keys=False)
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def _set_options(argv: Sequence[str]) -> set[str]:
+    """Return the names of the fields that options or config files set, also to their defaults, such as fabric.precision."""
+    found = {name_of(item).removeprefix("--") for item in argv}
+    for path in values(argv, "--config"):
+        tree = read_yaml(Path(path), f"config {path}")
+        found |= {*tree, *(f"fabric.{name}" for name in tree.get("fabric") or ())}
+    return found
 
 
 def _packages() -> tuple[str, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
 import os
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from raafl.core.options import FabricOptions
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing
 from raafl.lean_import import import_lightning
 from raafl.local.missing_steps import given_class, with_methods
-from raafl.local.training_arguments import ACCUMULATED, check_arguments, fabric_of
+from raafl.local.training_arguments import ACCUMULATED, argument_of, check_arguments, fabric_of, stopping_of
 from raafl.log import warn_once
 from raafl.rng import undisturbed
 from raafl.submodel.cut.layers import copy_structure
@@ -49,6 +50,15 @@ _LOSS_WRAPPERS = (
 )
 """Modules whose trainers wrap `training_step` to offload activations, if their arguments say so, and `evaluate` to prepare data."""
 _NO_LABEL = -100
+_INSTEAD_OF = {
+    "data": "leave it out",
+    "loss": "leave it out; override compute_loss, or give the Trainer compute_loss_func",
+    "optimizer": "leave it out; set TrainingArguments.optim and learning_rate, or give the Trainer optimizer_cls_and_kwargs",
+    "metrics": "leave it out; give the Trainer compute_metrics",
+    "batch_size": "leave it out; set TrainingArguments.per_device_train_batch_size, or train.batch_size of the federation",
+    "collate_fn": "leave it out; give the Trainer data_collator",
+}
+"""Remedies where an argument of `Federation.simulate` is given beside a Trainer that decides the same."""
 _LOCK = threading.RLock()
 
 
@@ -67,30 +77,39 @@ class FromTrainer:
     is_function: bool
 
     def for_federation(
-        self, fields: Mapping[str, Any], *, processes: bool
+        self, fields: Mapping[str, Any], how: Mapping[str, Any], *, set_options: Collection[str], processes: bool
     ) -> tuple[TrainerModule, TrainerData, dict[str, Any]]:
         """Return module and data, and the fields of the run's config with what the Trainer's arguments say.
 
+        `how`: arguments about module and data that a caller gave, by name; None = not given.
+        `set_options`: names of the fields that the user has set, also to their defaults, such as fabric.precision.
+
         Raises:
-            BadInput: a field and the Trainer's arguments differ; or the run has several ``processes``, each of which needs a
-                Trainer of its own, but no function that makes one was given.
+            BadInput: a field and the Trainer's arguments differ; ``how`` has something that the Trainer decides; or the run
+                has several ``processes``, each of which needs a Trainer of its own, but no function that makes one was given.
         """
+        for name in (name for name, value in how.items() if value is not None):
+            raise BadInput(f"{name} is given, but the Trainer in from_trainer has its own: {_INSTEAD_OF[name]}")
         if processes and not self.is_function:
             raise BadInput(
                 "from_trainer was given a built Trainer, but `fit` has several processes, each with a Trainer of its own: give "
                 "from_trainer the function that makes it"
             )
-        return self.module, self.data, _fields(self.module.trainer_of().args, fields)
+        return self.module, self.data, _fields(self.module.trainer_of().args, fields, set_options)
 
 
-def _fields(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete config fields by a Trainer's arguments; raises `BadInput` if both set a field to different values."""
+def _fields(args: Any, given: Mapping[str, Any], set_options: Collection[str]) -> dict[str, Any]:
+    """Complete config fields by a Trainer's arguments; raises `BadInput` if both set a field to different values.
+
+    `set_options`: names of the fields that the user has set, also to their defaults, such as fabric.precision.
+    """
     options, default, said = given.get("fabric") or FabricOptions(), FabricOptions(), fabric_of(args)
     for name, value in said.items():
         own = getattr(options, name)
-        if own not in (getattr(default, name), value):
+        if own != value and (own != getattr(default, name) or f"fabric.{name}" in set_options):
             raise BadInput(
-                f"fabric.{name} is {own}, but the Trainer's arguments say {value}: set it in {type(args).__name__} alone"
+                f"fabric.{name} is {own}, but the Trainer's arguments say {value}: set {argument_of(name)} of "
+                f"{type(args).__name__} alone"
             )
     return {"seed": int(args.seed), **given, "fabric": replace(options, **said)}
 
@@ -138,15 +157,22 @@ def _named(trainer: str, arguments: str) -> FromTrainer:
         raise BadInput(f"trainer is {trainer}, which fails: {format_error(error)}") from error
 
 
-def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a config's Trainer decides by its arguments: ``fabric``, and ``seed`` unless the config has one.
+def said_by_trainer(tree: Mapping[str, Any], set_options: Collection[str]) -> dict[str, Any]:
+    """Return the fields that a config's Trainer decides by its arguments: ``fabric``, and ``seed`` unless the config sets one.
+
+    `set_options`: names of the fields that the config or an option sets, such as fabric.precision.
 
     Raises:
         BadInput: the Trainer cannot be made or used, or a field and its arguments differ.
     """
     found = _named(**_key(**tree["model"]["init_args"]))
-    given = {"fabric": FabricOptions(**tree["fabric"]), **({"seed": tree["seed"]} if tree["seed"] else {})}
-    return _fields(found.module.trainer_of().args, given)
+    if stopping_of(found.module.trainer_of()):
+        raise BadInput(
+            "the Trainer has an EarlyStoppingCallback, which a run from a config does not call: take it off by "
+            "trainer.remove_callback(EarlyStoppingCallback) and set target, or start the run in Python"
+        )
+    given = {"fabric": FabricOptions(**tree["fabric"]), **({"seed": tree["seed"]} if "seed" in set_options else {})}
+    return _fields(found.module.trainer_of().args, given, set_options)
 
 
 def _key(trainer: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
@@ -277,6 +303,10 @@ class TrainerModule(LightningModule):
             made.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **further)
         return made.cpu().train()  # type: ignore[no-any-return]
 
+    def early_stopping(self) -> list[dict[str, Any]]:
+        """Return the arguments of the `raafl.EarlyStopping` that stands for each EarlyStoppingCallback of the Trainer."""
+        return stopping_of(self.trainer_of())
+
     def trained_model(self) -> nn.Module:
         """Return the model, as its library has it: without what a Trainer has set on its parts."""
         for part in self.model.modules():
@@ -294,7 +324,13 @@ class TrainerModule(LightningModule):
         inputs, num_items, num_batches = batch if isinstance(batch, tuple) else self.on_step_batches([batch])[0]
         with self._bound() as trainer:
             trainer.current_gradient_accumulation_steps = num_batches
-            trainer.state.global_step = self.trainer.global_step
+            first = batch_idx - batch_idx % trainer.args.gradient_accumulation_steps
+            trainer.state.epoch = self.trainer.current_epoch + first / self.trainer.num_training_batches
+            trainer.state.global_step, trainer.state.num_train_epochs = (
+                self.trainer.global_step,
+                self.trainer.max_epochs,
+            )
+            trainer.state.max_steps = self.trainer.estimated_stepping_batches
             if isinstance(num_items, Tensor):
                 num_items = num_items.to(self.device)
             with trainer.compute_loss_context_manager():
@@ -359,7 +395,9 @@ class TrainerModule(LightningModule):
         """Set this copy of the model as the Trainer's model during the ``with`` block."""
         trainer = self.trainer_of()
         with _LOCK:  # the Trainer is shared by tasks and evaluations, which may run at the same time
-            before = trainer.model, trainer.model_wrapped
+            before = trainer.model, trainer.model_wrapped, trainer.state
+            trainer.state = copy.copy(trainer.state)
+            trainer.log = lambda logs, *_, **__: self._log_numbers(logs)  # its own would call the trackers' callbacks
             trainer.model = trainer.model_wrapped = self.model
             # the Trainer must not move batches: they are on this copy's device, which may not be the Trainer's
             trainer._prepare_inputs = lambda inputs: inputs
@@ -369,8 +407,16 @@ class TrainerModule(LightningModule):
             try:
                 yield trainer
             finally:
-                del trainer._prepare_inputs
-                trainer.model, trainer.model_wrapped = before
+                del trainer._prepare_inputs, trainer.log
+                trainer.model, trainer.model_wrapped, trainer.state = before
+
+    def _log_numbers(self, values: Mapping[str, Any]) -> None:
+        """Log each value that is one number; warn of others, which a table of metrics cannot hold."""
+        for name, value in values.items():
+            try:
+                self.log(name.removeprefix("eval_"), float(value))
+            except (TypeError, ValueError):
+                warn_once(_log, f"metric {name} of the Trainer is {briefly(value)}, not a number: it is not recorded")
 
     def _log_metrics(self, trainer: Any) -> None:
         """Log the metrics that TRL's trainers keep beside the loss, such as rewards/accuracies."""
@@ -438,8 +484,7 @@ class MeasuredTrainerModule(TrainerModule):
             columns.append(None if joined is None else pt.nested_numpify(joined))
         self._found.clear()
         metrics = self.trainer_of().compute_metrics(EvalPrediction(predictions=columns[0], label_ids=columns[1]))
-        for name, value in metrics.items():
-            self.log(name.removeprefix("eval_"), float(value))
+        self._log_numbers(metrics)
 
 
 def _align(model: Any, processor: Any) -> None:

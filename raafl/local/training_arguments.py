@@ -127,6 +127,16 @@ _REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
 }
 
+_SHOWING: Final = frozenset(
+    (
+        ("transformers", "DefaultFlowCallback"),
+        ("transformers", "ProgressCallback"),
+        ("transformers", "PrinterCallback"),
+        ("trl", "RichProgressCallback"),
+    )
+)
+"""Callbacks, by package and class, that steer a Trainer's own loop or show its progress."""
+
 _USUAL: Final = ("output_dir", "disable_tqdm", "dataloader_pin_memory")
 """Fields that are not logged, since every Trainer has them set: they are required, or follow from the machine."""
 
@@ -165,9 +175,12 @@ def check_arguments(trainer: Any) -> None:
     for name in given:
         if name in FIELDS and FIELDS[name].use == "instead" and name not in _USUAL:
             instead.setdefault(FIELDS[name].text, []).append(name)
+    added = {type(one).__name__ for one in trainer.callback_handler.callbacks if _reports(one)}
+    if added and "report_to" not in given:
+        instead.setdefault(FIELDS["report_to"].text, []).extend(sorted(added))
     if instead:
         shown = "; ".join(f"{', '.join(names)}: {text.replace('`', '')}" for text, names in instead.items())
-        _log.warning("%s has fields for which a run has settings of its own: %s", kind, shown)
+        _log.warning("%s has fields or callbacks for which a run has settings of its own: %s", kind, shown)
 
 
 def _refused(kind: str, given: Mapping[str, Any]) -> Iterator[str]:
@@ -182,25 +195,53 @@ def _refused(kind: str, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _callbacks(trainer: Any) -> Iterator[str]:
-    """Yield an error message for each callback that the user has added to the Trainer."""
-    from transformers import integrations, trainer_callback
-
-    usual: list[Any] = [trainer_callback.DefaultFlowCallback, trainer_callback.ProgressCallback]
-    reporting: Any = integrations
-    usual += [trainer_callback.PrinterCallback]
-    usual += reporting.get_reporting_integration_callbacks(trainer.args.report_to)
+    """Yield an error message for each callback on the Trainer for which nothing in a run stands."""
     for callback in trainer.callback_handler.callbacks:
-        if not any(type(callback) is one for one in usual) and not type(callback).__module__.startswith(
-            "transformers.utils.notebook"
-        ):
-            instead = "raafl.Callback"
-            if isinstance(callback, trainer_callback.EarlyStoppingCallback):
-                metric = str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
-                instead = f'raafl.EarlyStopping("{metric}", patience={callback.early_stopping_patience})'
+        if not _reports(callback) and not _shows(callback) and not _stops(callback):
+            kind = type(callback).__name__
             yield (
-                f"the Trainer has the callback {type(callback).__name__}, which a federated task does not call: take it off by "
-                f"trainer.remove_callback({type(callback).__name__}), and give callbacks=[{instead}] to the federation"
+                f"the Trainer has the callback {kind}, which a federated task does not call: take it off by "
+                f"trainer.remove_callback({kind}), and give callbacks=[raafl.Callback] to the federation"
             )
+
+
+def _shows(callback: Any) -> bool:
+    """Check whether a callback only steers a Trainer's own loop, or shows its progress, as a run's `progress` does."""
+    named = (type(callback).__module__.partition(".")[0], type(callback).__name__)
+    return named in _SHOWING or type(callback).__module__.startswith("transformers.utils.notebook")
+
+
+def _reports(callback: Any) -> bool:
+    """Check whether a callback only writes to a tracker such as W&B or TensorBoard, as a run's `logger` does."""
+    from transformers import integrations
+
+    known: Any = integrations
+    return any(type(callback) is one for one in known.get_reporting_integration_callbacks("all")) or (
+        type(callback) in getattr(known.integration_utils, "INTEGRATION_TO_CALLBACK", {}).values()
+    )
+
+
+def _stops(callback: Any) -> bool:
+    from transformers import EarlyStoppingCallback
+
+    return type(callback) is EarlyStoppingCallback
+
+
+def stopping_of(trainer: Any) -> list[dict[str, Any]]:
+    """Return the arguments of `raafl.EarlyStopping` that stands for each EarlyStoppingCallback of a Trainer."""
+    metric = str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+    greater = trainer.args.greater_is_better
+    mode = None if greater is None else "max" if greater else "min"
+    return [
+        {
+            "metric": metric,
+            "patience": callback.early_stopping_patience,
+            "mode": mode,
+            "min_delta": callback.early_stopping_threshold or 0.0,
+        }
+        for callback in trainer.callback_handler.callbacks
+        if _stops(callback)
+    ]
 
 
 def fabric_of(args: Any) -> dict[str, Any]:
@@ -213,6 +254,11 @@ def fabric_of(args: Any) -> dict[str, Any]:
         "deterministic": bool(args.full_determinism),
         "tf32": args.tf32,
     }
+
+
+def argument_of(option: str) -> str:
+    """Return the names of the Trainer's arguments that set an option of `FabricOptions`, such as max_grad_norm."""
+    return ", ".join(name for name, field in FIELDS.items() if field.text.startswith(f"`fabric.{option}`"))
 
 
 def table() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,39 @@ def test_compute_metrics_sees_the_whole_evaluation(tmp_path: Path) -> None:
     assert result.final["loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
 
 
+def ramped(folder: Path, num: int = 8, **changes: Any) -> Any:
+    """A classifier whose loss, logs and metrics use what a Trainer offers beside the batch."""
+    from transformers import Trainer
+
+    class Ramped(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+            state = self.state
+            if model.training:
+                loss = loss * (1 + state.epoch + state.global_step / state.max_steps + state.num_train_epochs)
+                self.log({"ramp": state.epoch})
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = classifier(folder, num, base=Ramped, **changes)
+    trainer.compute_metrics = lambda seen: {"half": 0.5, "confusion": [[1, 2], [3, 4]]}
+    return trainer
+
+
+def test_a_loss_sees_the_trainers_state_and_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # 10 rows in batches of 2, two a step: steps of 4, 4 and 2 rows in each of two epochs
+    alone, given = ramped(tmp_path, 10, num_train_epochs=2), ramped(tmp_path, 10)
+    alone.train()
+    _, result = simulate(given, tmp_path, num_epochs=2)
+    found = dict(result.module.named_parameters())
+    assert all(torch.equal(value, found[name]) for name, value in alone.model.named_parameters())
+    # the epoch as at the beginning of each step, once for each of its batches
+    epochs = [0, 0, 0.4, 0.4, 0.8, 1, 1, 1.4, 1.4, 1.8]
+    assert json.loads(result.clients[0]["logged"])["ramp"] == pytest.approx(sum(epochs) / 10, abs=1e-6)
+    assert result.final["half"] == 0.5 and "confusion" not in result.final
+    assert "metric confusion of the Trainer is [[1, 2], [3, 4]], not a number" in caplog.text
+    assert (given.state.global_step, given.state.max_steps, "log" in vars(given)) == (0, 0, False)
+
+
 def test_arguments_of_the_trainer_are_those_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         simulate(classifier(tmp_path, seed=7, max_grad_norm=0.0), tmp_path)
@@ -232,7 +266,6 @@ def early_stopping(folder: Path) -> Any:
 
 
 REFUSED = {
-    'give callbacks=[raafl.EarlyStopping("accuracy", patience=3)]': early_stopping,
     "take it off by trainer.remove_callback(Own), and give callbacks=[raafl.Callback]": with_callback,
     "TrainingArguments.neftune_noise_alpha is 5.0": lambda folder: classifier(folder, neftune_noise_alpha=5.0),
     "train_sampling_strategy is group_by_length: give 'random'": lambda folder: classifier(
@@ -254,6 +287,69 @@ def test_what_would_have_no_effect_is_refused(message: str, tmp_path: Path) -> N
     with pytest.raises(BadInput) as refused:
         raafl.from_trainer(REFUSED[message](tmp_path))
     assert message in str(refused.value)
+
+
+def test_early_stopping_is_the_runs_and_trackers_are_its_loggers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import EarlyStoppingCallback, PrinterCallback
+    from transformers.integrations import TensorBoardCallback
+
+    # no rate, so that no evaluation is better than the first
+    trainer = classifier(tmp_path, learning_rate=0.0, metric_for_best_model="eval_loss", report_to="none")
+    trainer.add_callback(EarlyStoppingCallback(2, early_stopping_threshold=0.25))
+    trainer.add_callback(PrinterCallback)
+    trainer.add_callback(TensorBoardCallback)
+    given = raafl.from_trainer(trainer)
+    assert "metric_for_best_model: keep_best; TensorBoardCallback: logger\n" in caplog.text
+    assert given.module.early_stopping() == [{"metric": "loss", "patience": 2, "mode": "min", "min_delta": 0.25}]
+    federation = raafl.Federation("fed_avg", clients=1, max_updates=9, progress="quiet", output=tmp_path / "run")
+    result = federation.simulate(given)
+    assert result.summary["versions"] == 2 and result.summary["finished"].endswith("in 2 evaluations")
+    assert not list(tmp_path.rglob("*tfevents*"))
+
+
+def test_what_a_trainer_decides_is_not_given_again(tmp_path: Path) -> None:
+    given = raafl.from_trainer(classifier(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5))
+    for name, value in {
+        "data": ([1], [2]),
+        "optimizer": torch.optim.SGD,
+        "loss": torch.nn.functional.cross_entropy,
+        "metrics": {"own": torch.nn.functional.cross_entropy},
+        "batch_size": 3,
+        "collate_fn": list,
+    }.items():
+        with pytest.raises(
+            BadInput, match=f"{name} is given, but the Trainer in from_trainer has its own: leave it out"
+        ):
+            raafl.Federation("fed_avg", max_updates=1).simulate(given, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    (
+        (
+            {"accumulate_grad_batches": 1},
+            r"is 1, but the Trainer's arguments say 2: set gradient_accumulation_steps of ",
+        ),
+        (
+            {"fabric": {"gradient_clip_val": None}},
+            "is None, but the Trainer's arguments say 0.5: set max_grad_norm of ",
+        ),
+        ({"fabric": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}}, None),
+        ({"precision": "32-true"}, None),
+    ),
+)
+def test_a_setting_that_both_have_must_be_the_same(
+    settings: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    given = raafl.from_trainer(classifier(tmp_path))
+    federation = raafl.Federation("fed_avg", clients=2, max_updates=1, **settings)
+    if message is None:
+        federation.plan(given)
+        return
+    with pytest.raises(BadInput, match=message):
+        federation.plan(given)
 
 
 @pytest.mark.slow("imports TRL")
@@ -291,6 +387,9 @@ def test_a_config_names_the_function_that_makes_it(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "run"), "--trust_config"]) == 0
     experiment = load_experiment(config(tmp_path, seed=3, output=None))
     assert experiment.seed == 3 and experiment.fabric.accumulate_grad_batches == 2
+    assert load_experiment(config(tmp_path, seed=0, output=None)).seed == 0
+    with pytest.raises(BadInput, match=r"fabric\.gradient_clip_val is None"):
+        load_experiment(config(tmp_path, output=None), "--fabric.gradient_clip_val", "null")
     experiment = load_experiment(config(tmp_path, output=None), "--trainer.num", "6")
     assert len(experiment.data().trainer_of().train_dataset) == 6
     (tmp_path / "bare.yaml").write_text("{algorithm: fed_avg, clients: 2, max_updates: 1}", encoding="utf-8")
@@ -312,6 +411,10 @@ def test_a_config_says_once_where_the_users_function_fails(tmp_path: Path) -> No
         ({"trainer": "math.pi"}, "trainer is math.pi, 3.14"),
         ({"model": {"class_path": "model_zoo.MLP"}}, "trainer and model are both given"),
         ({"fabric": {"precision": "bf16-mixed"}}, "fabric.precision is bf16-mixed, but the Trainer's arguments say"),
+        (
+            {"fabric": {"accumulate_grad_batches": 1}},
+            "fabric.accumulate_grad_batches is 1, but the Trainer's arguments",
+        ),
     ),
 )
 def test_a_wrong_config_has_one_clear_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from raafl.lab.compare.runs import processor
+from raafl.runtime.lifecycle.environment import processor
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]

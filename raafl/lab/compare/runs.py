@@ -39,6 +39,7 @@ from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric
+from raafl.runtime.lifecycle.environment import processor
 from raafl.units import duration, quantity
 
 if TYPE_CHECKING:
@@ -420,15 +421,6 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "raafl": raafl.__version__}
         | {name: metadata.version(name) for name in _PACKAGES},
     }
-
-
-def processor() -> str:
-    """Return the model name of this machine's processor, or its architecture if the name is unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def gpus(folder: Path = _GPUS) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": processor(),  # libraries choose their kernels by it, also among those of one capability
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": experiment.threads,
         "accelerator": fabric.accelerator,
@@ -28,6 +30,15 @@ def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]
     }
     on_cpu = fabric.accelerator == "cpu" and torch.device(experiment.server_device).type == "cpu"
     return found if on_cpu else {**found, **_gpu()}
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor, or its architecture if the name is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _gpu() -> dict[str, Any]:
@@ -52,6 +63,8 @@ def _gpu() -> dict[str, Any]:
 
 def differences(recorded: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """Describe each version, device or setting that differs between a recorded run and this process, a line each."""
+    if recorded:  # earlier versions did not record the processor
+        recorded = {"processor": "not recorded", **recorded}
     return [
         f"{name} was {recorded.get(name)}, is {value} here"
         for name, value in here.items()

@@ -17,6 +17,17 @@ def test_a_run_on_the_cpu_says_nothing_of_gpus(tmp_path, emulated_cuda: Emulated
     assert not {"gpu", "driver", "cuda", "cudnn", "tf32"} & set(conditions(experiment(tmp_path)))
 
 
+def test_another_processor_is_named_and_one_that_was_not_recorded(tmp_path):
+    """Of two processors with AVX-512 each may give other bits: libraries look at the maker, too."""
+    found = conditions(experiment(tmp_path))
+    here = found["processor"]
+    assert here and differences(found, found) == []
+    assert differences({**found, "processor": "Z80"}, found) == [f"processor was Z80, is {here} here"]
+    del (earlier := dict(found))["processor"]  # as raafl 0.1.0 recorded it
+    assert differences(earlier, found) == [f"processor was not recorded, is {here} here"]
+    assert differences({}, found) == []
+
+
 def test_where_there_is_no_gpu_one_entry_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plain = experiment(tmp_path)

@@ -48,10 +48,14 @@ MAX_JSON_BYTES = 1 << 20
 MAX_HELLO_BYTES = 16 << 10
 """Largest size of the JSON section of a HELLO, which is written to the journal at every join."""
 MAX_DEPTH = 32
+MAX_CONTAINERS = 1 << 16
+"""Largest number of lists and objects in a JSON section, each of which takes the thread of all sessions a moment."""
 
 _FIELDS = struct.Struct("<4sHBBQIIIIQQ")
 _CHECKSUM = struct.Struct("<Q")
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# possessive, and to the end where a quote is missing: else text without a last quote would be searched from each quote anew
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_SQUARE, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes({*range(256)} - {*b"[]{}"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _MAX_DETAIL = 500
@@ -215,10 +219,10 @@ def _encode_head(message: Message) -> bytes:
         text = _ENCODER.encode(section).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"meta of {message.kind.name} is not JSON ({error}): send plain finite values only") from None
-    if len(text) > MAX_JSON_BYTES or _too_deep(text):
+    if len(text) > MAX_JSON_BYTES or _problem_of_nesting(text):
         raise ValueError(
-            f"meta of {message.kind.name} has {len(text)} bytes of JSON: at most {MAX_JSON_BYTES} bytes and {MAX_DEPTH} "
-            "nested levels can be sent"
+            f"meta of {message.kind.name} has {len(text)} bytes of JSON: at most {MAX_JSON_BYTES} bytes, {MAX_CONTAINERS} lists "
+            f"and objects, and {MAX_DEPTH} nested levels can be sent"
         )
     payload_bytes = num_payload_bytes(buffers)
     sizes = (len(text), len(buffers), 0, payload_bytes, xxhash.xxh3_64_intdigest(text))
@@ -328,8 +332,8 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 def _parse(text: bytes) -> object:
-    if _too_deep(text):
-        raise Refused("bad-json", f"nested deeper than {MAX_DEPTH}")
+    if problem := _problem_of_nesting(text):
+        raise Refused("bad-json", problem)
     try:
         section = _DECODER.decode(text.decode())
         if _SURROGATE.search(text):
@@ -339,16 +343,17 @@ def _parse(text: bytes) -> object:
     return section
 
 
-def _too_deep(text: bytes) -> bool:
+def _problem_of_nesting(text: bytes) -> str:
+    """Say what is wrong with the lists and objects of a JSON section: too many, or nested too deep; "" if nothing is."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return False
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        first = text[token.start()]
-        depth += (first in b"[{") - (first in b"]}")
-        if depth > MAX_DEPTH:
-            return True
-    return False
+        return ""
+    brackets = _STRINGS.sub(b"", text).translate(_SQUARE, _NO_BRACKETS)
+    if brackets.count(b"[") > MAX_CONTAINERS:
+        return f"more than {MAX_CONTAINERS} lists and objects"
+    for _ in range(MAX_DEPTH):  # each time the innermost pairs go, and those that hold only such pairs are next
+        brackets = brackets.replace(b"[]", b"")
+    # brackets without a partner are left in any case
+    return f"nested deeper than {MAX_DEPTH}" if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH else ""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

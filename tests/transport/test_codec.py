@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.submodel.flat import FlatTensors, Layout
-from raafl.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
+from raafl.transport.codec import DTYPES, HEADER_BYTES, MAX_CONTAINERS, MAX_DEPTH, Kind, Message, Refused
 from tests.helpers.raw_frames import decode, encode
 from tests.transport import hostile
 
@@ -252,3 +252,73 @@ def test_nothing_is_allocated_for_a_lying_length(monkeypatch):
     for payload_bytes in (2**40, 2**62):
         buffers = f'[["int8",{payload_bytes}]]'
         assert refusal(frame(section(buffers=buffers), 1, payload_bytes=payload_bytes)) == "bad-length"
+
+
+# ---- how much a peer may make the thread of all sessions do ----
+
+
+def depth_of(text: bytes) -> int:
+    """Count as a reader does, one character at a time; brackets in strings do not count."""
+    deepest = depth = 0
+    quoted = escaped = False
+    for letter in text.decode():
+        if quoted:
+            quoted, escaped = escaped or letter != '"', not escaped and letter == "\\"
+        elif letter == '"':
+            quoted = True
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+            deepest = max(deepest, depth)
+    return deepest
+
+
+plain = st.one_of(st.integers(), st.text('[]{}"\\,:', max_size=9))
+nested = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("[{", max_size=2), inner)
+)
+
+
+@given(nested, st.integers(0, 40))
+def test_depth_is_counted_as_by_a_reader(value, more):
+    for _ in range(more):
+        value = {"a": [value, [], {}]} if more % 2 else [value]
+    text = json.dumps({"meta": {"a": value}, "buffers": []}).encode()
+    try:
+        decode(frame(text), no_tensors)
+        assert depth_of(text) <= MAX_DEPTH
+    except Refused as refused:
+        assert depth_of(text) > MAX_DEPTH and str(refused) == f"bad-json: nested deeper than {MAX_DEPTH}"
+
+
+@pytest.mark.parametrize("pair", ["[]", "{}", '{"[":"]"}'])
+def test_lists_and_objects_have_a_bound(pair):
+    """A megabyte of them would keep the thread of all sessions for a second; brackets in strings are free."""
+    for num, is_sound in (
+        (MAX_CONTAINERS - 4, True),
+        (MAX_CONTAINERS - 3, False),
+    ):  # two more around them, and the buffers
+        text = f'{{"meta":{{"a":[{",".join([pair] * num)}],"b":"{"[" * 99999}"}},"buffers":[]}}'.encode()
+        if is_sound:
+            assert len(decode(frame(text), no_tensors).meta["a"]) == num
+            continue
+        with pytest.raises(Refused, match=rf"^bad-json: more than {MAX_CONTAINERS} lists and objects$"):
+            decode(frame(text), no_tensors)
+    with pytest.raises(ValueError, match=f"{MAX_CONTAINERS} lists and objects, and {MAX_DEPTH} nested levels"):
+        encode(Message(Kind.UPDATE, 1, 0, {"a": [[]] * MAX_CONTAINERS}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 99,
+        b"]" * 99,
+        b"[" * 9 + b"]" * 40 + b"[" * 33,
+        b"[]" * 40 + b"]",
+        b"[" + b"[]," * 40 + b'"' + b'\\"' * 500_000,
+        b"[" + b"[]," * 40 + b'"' + b'\\"' * 500_000 + b"\\",
+    ],
+)
+def test_brackets_and_quotes_without_a_partner_are_refused(text):
+    """In time in proportion to the text: a search for the last quote from each quote would take hours for the last two."""
+    with pytest.raises(Refused, match=r"^bad-json"):
+        decode(frame(b'{"meta":{"a":' + text), no_tensors)

@@ -3,7 +3,7 @@
 lightning needs two classes of torchmetrics (`Metric` and `MetricCollection`), but the package's `__init__` imports
 every metric, and with them torchvision, transformers and scipy where they are installed: about four seconds
 of start-up for each client rank. Here the package is entered by its two modules, and its `__init__` runs later,
-unchanged and in full, when somebody imports torchmetrics for its own sake.
+unchanged and in full, when somebody imports torchmetrics for its own sake. Its plots, which import matplotlib, wait for that, too.
 """
 
 from __future__ import annotations
@@ -78,13 +78,35 @@ def _import_beside_lean_torchmetrics() -> None:
     vars(package)["_logger"] = logging.getLogger("torchmetrics")
     sys.modules["torchmetrics"] = package
     try:
-        # this imports `metric`; to import `metric` first would be circular
-        importlib.import_module("torchmetrics.utilities")
+        with _without_plots(package):
+            # this imports `metric`; to import `metric` first would be circular
+            importlib.import_module("torchmetrics.utilities")
         importlib.import_module("lightning")
     finally:
         sys.modules.pop("torchmetrics", None)
         del vars(package)["__getattr__"]
     sys.meta_path.insert(0, _Resume(package))
+
+
+@contextmanager
+def _without_plots(package: ModuleType) -> Iterator[None]:
+    """Have `torchmetrics.utilities` find no matplotlib while it is imported within the ``with`` block."""
+    # the module of flags is loaded by its file: an import of its name would first import the package that reads them
+    path = f"{next(iter(package.__path__))}/utilities/imports.py"
+    spec = importlib.util.spec_from_file_location("torchmetrics.utilities.imports", path)
+    assert spec is not None and spec.loader is not None  # since the path ends with .py
+    flags = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = flags
+    try:
+        spec.loader.exec_module(flags)
+        found, flags._MATPLOTLIB_AVAILABLE = flags._MATPLOTLIB_AVAILABLE, False  # type: ignore[attr-defined]
+    except (OSError, AttributeError) as error:
+        raise ImportError("another version of torchmetrics") from error
+    try:
+        yield
+        vars(sys.modules["torchmetrics.utilities"])["imports"] = flags
+    finally:
+        flags._MATPLOTLIB_AVAILABLE = found  # type: ignore[attr-defined]
 
 
 def _lean_attribute(name: str) -> object:
@@ -114,4 +136,6 @@ class _Resume(importlib.abc.MetaPathFinder):
         # only a real import calls this; `find_spec("torchmetrics")` alone leaves the finder in place
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+            # in place, since `torchmetrics.metric` has its functions
+            importlib.reload(sys.modules["torchmetrics.utilities.plot"])
         return self.package

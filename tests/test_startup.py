@@ -115,7 +115,7 @@ with quick_imports():
 
     from raafl.lean_import import import_lightning
     import_lightning()
-    note("lean lightning", *optional)
+    note("lean lightning", *optional, "matplotlib")
 
     from model_zoo import CNN, MLP, CharLM, FastText, KeywordSpotter, ResNet, VGG11
     import model_zoo.huggingface, model_zoo.vit

@@ -51,7 +51,8 @@ class LoopSession(Session):
         self.loop = loop
         self.line = SessionLine(pair, self, self._waits.resume_s, inbox.put)
         self._owns_line = True  # False once an earlier session has taken over the connection
-        self._sends, self._begun, self._over = False, False, threading.Event()
+        self._sends, self._begun, self._is_over = False, False, False
+        self._runs = threading.Lock()  # held until the session has ended; an event takes 1 kB more
         self._reminders = loop.reminders(self._waits.idle_s / 3)
         self._awaited: list[Mailbox[Any]] = []  # mailboxes on which the session and its branches wait now
         # assignment of an update that has arrived, of which the client does not know yet; 0 = none
@@ -64,16 +65,17 @@ class LoopSession(Session):
 
     def start(self) -> None:
         """Begin; see `Session.start`."""
-        self._begun = True
+        self._begun = self._runs.acquire()
         self.loop.post(lambda: self.loop.begin(self._serve()))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the session has ended; see `Session.join`."""
-        self._over.wait(timeout)
+        if self._runs.acquire(timeout=-1 if timeout is None else timeout):
+            self._runs.release()
 
     def is_alive(self) -> bool:
         """Check whether the session was started and has not ended."""
-        return self._begun and not self._over.is_set()
+        return self._begun and not self._is_over
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
         """Tell the client to stop; see `Session.stop`."""
@@ -95,7 +97,7 @@ class LoopSession(Session):
     @property
     def closed(self) -> bool:
         """Whether the connection has ended."""
-        return self.line.closed or self._over.is_set()
+        return self.line.closed or self._is_over
 
     @property
     def received_bytes(self) -> int:
@@ -113,7 +115,8 @@ class LoopSession(Session):
 
     def _ended(self, error: Exception | None) -> None:
         super()._ended(error)
-        self._over.set()
+        self._is_over = True
+        self._runs.release()
 
     async def _write(self, message: Message, wait_s: float | None = None) -> int:
         return await self.line.send(message, wait_s)

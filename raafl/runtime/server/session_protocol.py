@@ -364,14 +364,7 @@ class SessionProtocol:
 
     def run(self) -> Steps[None]:
         """Return the steps of the whole session; they end once the client was told to stop."""
-        info, hello = yield from self._greet()
-        self._num_samples, self._below = info.num_samples, info.below
-        self.report(Joined(info))
-        # A result that was lost with the earlier connection is recorded as refused, under the earlier incarnation: its
-        # task number comes from the client, and could be that of the task that is sent next.
-        if hello.unsent is not None:
-            nothing = FlatTensors.empty(Layout(()))
-            self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))
+        yield from self._join()
         while (task := (yield NextTask())) is not None:
             steps = self._plain_task
             for extension in reversed(self.extensions):
@@ -380,6 +373,17 @@ class SessionProtocol:
             self.out = None
 
     # ---- before any task ----
+
+    def _join(self) -> Steps[None]:
+        """Admit the client, and report that it has joined; its HELLO, of some kilobytes, is freed with this generator."""
+        info, hello = yield from self._greet()
+        self._num_samples, self._below = info.num_samples, info.below
+        self.report(Joined(info))
+        # A result that was lost with the earlier connection is recorded as refused, under the earlier incarnation: its
+        # task number comes from the client, and could be that of the task that is sent next.
+        if hello.unsent is not None:
+            nothing = FlatTensors.empty(Layout(()))
+            self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))
 
     def _greet(self) -> Steps[tuple[ClientInfo, Hello]]:
         """Admit the client, or tell it the reason for a refusal; return its description and its HELLO message."""

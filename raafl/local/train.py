@@ -128,9 +128,7 @@ class LocalTrainer:
         received, down = self.payload.split(received, assignment.spec, "sent")
         task = PreparedTask(assignment, received, down, data, context, built)
         self.announce(built, assignment, data)
-        if built.configures_anew:  # `configure_optimizers` may draw random numbers
-            seed_everything(assignment.seed, self.fabric.device)
-        built.reset(received, assignment.lr_scale)
+        built.reset(received, assignment.seed, assignment.lr_scale)
         # before seeding: the data set may draw random numbers when its classes are read
         masking: AbstractContextManager[list[int]] = nullcontext([])
         if self.local.masked:

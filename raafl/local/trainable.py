@@ -15,6 +15,7 @@ from raafl.core.payload import Payload
 from raafl.errors import BadInput
 from raafl.local.record import Recorder
 from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, Schedule, configure, move_batch, overrides
+from raafl.rng import seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cut.layers import counts_in_eval_mode
 from raafl.submodel.submodels import Shrunk
@@ -35,6 +36,7 @@ class TrainableSubmodel:
     `transfer`: function object that moves batches to its device.
     `masks`: masks of classes without samples (`raafl.core.masked_loss`), by number of classes.
     `state`: record of the module's initial state other than the values that it receives.
+    `is_configured_anew`: whether the present task has called `configure_optimizers`.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric) -> None:
@@ -54,6 +56,7 @@ class TrainableSubmodel:
         self.hooks = _hooks_of(self.module, local.traits.leaves_out)
         self.transfer = Transfer(self.module)
         self._configure()
+        self.is_configured_anew = True
         self._groups = [_options(group) for group in self.optimizer.param_groups]
         self._members = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
@@ -100,32 +103,23 @@ class TrainableSubmodel:
                     "statistics are not sent: call .train() on it in __init__, and .eval() in on_train_start where it is due"
                 )
 
-    def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
-        """Load the values for a new task and discard all results of the last one."""
+    def reset(self, received: FlatTensors, seed: int, lr_scale: float = 1.0) -> None:
+        """Load the values for a new task, whose seed is ``seed``, and discard all results of the last one."""
         self.recorder.clear()  # an aborted task may have left records behind
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
         for parameter in self.parameters:
             parameter.grad = None
-        self.begin_anew()
+        self.begin_anew(seed)
         if lr_scale != 1.0:
             scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)
 
-    @property
-    def configures_anew(self) -> bool:
-        """Whether each task calls `configure_optimizers`, since what it made the last time may remember steps or values.
-
-        Of torch's own optimizers all that they remember is known; any other may keep more, or read the parameters.
-        """
-        optimizer = self.optimizer
-        is_known = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        return bool(self.schedulers) or self._depends_on_task or not is_known or groups != self._members
-
-    def begin_anew(self) -> None:
-        """Reset the optimizer and its schedulers to their state before the first step."""
-        if self.configures_anew:
+    def begin_anew(self, seed: int) -> None:
+        """Reset the optimizer and its schedulers to their state before the first step of a task with this seed."""
+        self.is_configured_anew = self._remembers()
+        if self.is_configured_anew:
+            seed_everything(seed, self.present.device)  # `configure_optimizers` may draw random numbers
             self._configure()
             return
         self.optimizer.state.clear()
@@ -133,6 +127,16 @@ class TrainableSubmodel:
             for added in group.keys() - fresh.keys() - {"params"}:  # by the optimizer, which may count its steps there
                 del group[added]
             group.update(_options(fresh))
+
+    def _remembers(self) -> bool:
+        """Check whether what `configure_optimizers` made may remember steps or values, so that each task calls it.
+
+        Of torch's own optimizers all that they remember is known; any other may keep more, or read the parameters.
+        """
+        optimizer = self.optimizer
+        is_known = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        return bool(self.schedulers) or self._depends_on_task or not is_known or groups != self._members
 
     def answer(self) -> FlatTensors:
         """Return the tensors to send to the server, which are valid until the next task."""

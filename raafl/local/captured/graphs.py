@@ -190,7 +190,7 @@ class StepGraphs(Graphs):
             raise NotCapturable(f"a hook or a scheduler changes the attribute {new[0]}")
 
     def _runs_between(self, built: TrainableSubmodel) -> bool:
-        return built.hooks is not None or built.configures_anew
+        return built.hooks is not None or built.is_configured_anew
 
     def _at(self, name: str, values: Any) -> Any:
         """Copy tensors to the addresses from which CUDA graphs read them; return the copies in the same nested structure."""

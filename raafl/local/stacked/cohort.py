@@ -289,7 +289,7 @@ class CohortTrainer:
         built, places = self._get(tasks[0].assignment.spec)
         built.state.restore()
         trainer.announce(built, tasks[0].assignment, tasks[0].data)
-        built.begin_anew()
+        built.begin_anew(tasks[0].assignment.seed)
         built.trainer.asked.clear()
         counts = [self._num_batches(task) for task in tasks]
         sizes = [task.data.num_samples for task in tasks]

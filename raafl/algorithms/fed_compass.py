@@ -209,8 +209,9 @@ class CompassMemory(MergeMemory):
         """
         most = -1
         for group in self.groups.values():
-            if now < group.latest_s:
-                fastest = min(self.speed[other] for other in (*group.out, *group.reported))
+            clients = (*group.out, *group.reported)
+            if now < group.latest_s and clients:  # all may be lost whose updates still wait
+                fastest = min(self.speed[other] for other in clients)
                 steps = math.floor((group.latest_s + fastest * pace.max_steps - now) / self.speed[client])
                 most = max(most, steps) if steps <= pace.max_steps else most
         return pace.max_steps if most < 0 else max(most, pace.min_steps)

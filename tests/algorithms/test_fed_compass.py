@@ -160,6 +160,17 @@ def test_a_group_is_complete_without_a_client_that_is_lost():
     assert 2 not in coordinator.state.memory.of(CompassMemory).speed
 
 
+def test_a_group_all_of_whose_clients_are_lost_does_not_stop_others_from_starting():
+    """Its updates wait, and nobody's speed tells when its next round would end."""
+    pace, memory = Pace(2, 10), CompassMemory()
+    memory.groups[0] = Group([], [1], [11], 20.0, 22.0)
+    memory.num_groups, memory.group, memory.speed = 1, {1: 0}, {1: 1.0, 2: 2.0}
+    memory.forget(1)
+    assert memory.groups[0].tasks == [11] and not memory.groups[0].reported
+    assert memory.plan_task(2, 21.0, pace) == 10  # as in a first group: the most steps
+    assert memory.groups[1].expected_s == 21.0 + 10 * 2.0
+
+
 def test_an_update_that_is_refused_leaves_no_group_waiting():
     coordinator, tasks = deltas(fed_compass(1, 4), [(1, 0.0, 4.0), (2, 0.0, 4.0)])
     coordinator.handle(Arrived(update_for(coordinator.state, tasks[2], 1.0, refusal="non-finite")), 6.0)

@@ -25,7 +25,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.algorithm import (
@@ -109,6 +109,15 @@ class OrderedDropout(Local):
             raise BadInput("ladder is empty: give a list of widths, shares of each layer above 0 and at most 1")
         for width in self.ladder:
             fraction("a width in ladder", width)
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Return the model unchanged; raise `BadInput` for self-distillation of a Trainer's model."""
+        if self.distil and hasattr(module, "loss_in_forward"):
+            raise BadInput(
+                "algorithm.distil is true, but a Trainer's steps do not show the logits of shape (batch, classes) that it "
+                "compares: set algorithm.distil to false"
+            )
+        return module
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that draws a width for each step."""

@@ -286,7 +286,12 @@ def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: s
     """Rewrite an error message of jsonargparse or raafl so that it names field and remedy."""
     from raafl.config.messages import explain
 
-    return explain(text, parser, argv, hidden)
+    found, names = explain(text, parser, argv, hidden), {*map(name_of, argv)}
+    of_trainer = [name for name in names if name.replace("--model.arguments.", "--data.arguments.") in names - {name}]
+    if of_trainer and re.search(r"unknown field (model|data)\.arguments|arguments: --arguments\.", found):
+        name = f"trainer.{min(of_trainer).removeprefix('--model.arguments.')}"
+        return f"{name} is given, but no trainer: add --trainer MODULE.FUNCTION, or trainer to the config"
+    return found
 
 
 def _count_clients(namespace: Namespace) -> None:

@@ -287,6 +287,14 @@ class TrainerModule(LightningModule):
         # a closure, since copies of the module would copy an attribute
         self.trainer_of = _holder(trainer)
 
+    @property
+    def loss_in_forward(self) -> bool:
+        """Whether the model's forward computes the loss from the labels; the Trainer's class may do it in a way of its own."""
+        trainer = self.trainer_of()
+        owner = type(trainer).compute_loss.__module__
+        is_given = owner in ("transformers.trainer", "trl.trainer.sft_trainer")
+        return is_given and trainer.label_smoother is None and trainer.compute_loss_func is None
+
     def fresh(self) -> TrainerModule:
         """Return a copy in train mode, as a Trainer's steps are, with the values that the Trainer's model has."""
         made: Any = copy_structure(self, {})

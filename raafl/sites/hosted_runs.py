@@ -111,8 +111,11 @@ class HostedRun:
     @property
     def state(self) -> State:
         """How the run stands."""
-        if self.is_kept:
-            return "running"
+        return "running" if self.is_kept else self.state_without_process
+
+    @property
+    def state_without_process(self) -> State:
+        """How the run stands if no process runs it, from its files alone."""
         code, asked = self.exit_code, self.asked
         if code is None:
             return "stopped" if asked is not None and asked.stop else "submitted"

@@ -189,8 +189,9 @@ class RunServer:
         """Find new configs, and start the process of each run that should have one and has none."""
         with self._lock:
             self._find()
-            num = sum(run.is_kept or self._starts(name) for name, run in self._runs.items())
-            for name, run in self._runs.items():
+            others = {name: run for name, run in self._runs.items() if not (run.is_kept or self._starts(name))}
+            num = len(self._runs) - len(others)
+            for name, run in others.items():
                 if self._max_runs is not None and num >= self._max_runs:
                     break
                 try:
@@ -248,8 +249,8 @@ class RunServer:
         return child is not None and child.process is not None and child.due_s is None and child.exit_code() is None
 
     def _start(self, name: str, run: HostedRun) -> bool:
-        """Start a run's process unless it has one, is over, or waits for its restart; return whether a process was started."""
-        if self._starts(name) or run.state != "submitted":
+        """Start the process of a run that has none, unless it is over or waits for its restart; return whether it was started."""
+        if run.state_without_process != "submitted":
             return False
         child = self._children.get(name)
         if child is None:

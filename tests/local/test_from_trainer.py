@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import raafl
+from raafl.config.argv import shipped
 from raafl.config.parse import load_experiment
 from raafl.config.trust import from_server
 from raafl.errors import BadInput, RunFailed
@@ -350,6 +351,51 @@ def test_a_setting_that_both_have_must_be_the_same(
         return
     with pytest.raises(BadInput, match=message):
         federation.plan(given)
+
+
+NO_LOGITS = (
+    "algorithm distils between the model's exits and needs their logits, but the model's forward computes the loss"
+)
+DISTILLING = {
+    "depth_fl": NO_LOGITS,
+    "scale_fl": NO_LOGITS,
+    "co_s2p": NO_LOGITS,
+    "fjord": "algorithm.distil is true, but a Trainer's steps do not show the logits",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), DISTILLING.items())
+def test_methods_that_distil_refuse_a_trainer_before_the_first_task(name: str, message: str, tmp_path: Path) -> None:
+    found = raafl.from_trainer(classifier(tmp_path))
+    federation = raafl.Federation(name, clients=2, output=tmp_path / "run", progress="quiet", max_updates=2)
+    for asked in (federation.plan, federation.simulate):
+        with pytest.raises(BadInput, match=message):
+            asked(found)
+    assert not (tmp_path / "run").exists()
+
+
+def test_methods_that_distil_take_trainers_whose_loss_is_not_in_the_forward(tmp_path: Path) -> None:
+    smoothed = raafl.from_trainer(classifier(tmp_path, label_smoothing_factor=0.1)).module.fresh()
+    assert not smoothed.loss_in_forward
+    raafl.depth_fl().local.prepare(smoothed)
+    plain = raafl.from_trainer(classifier(tmp_path)).module.fresh()
+    assert plain.loss_in_forward
+    raafl.co_s2p(distil=False).local.prepare(plain)
+    raafl.fjord(distil=False).local.prepare(plain)
+
+
+def test_a_seed_of_0_that_a_run_is_given_is_its_seed(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    assert load_experiment(path).seed == 42
+    assert load_experiment(path, "--seed", "0").seed == 0
+    assert load_experiment(config(tmp_path, seed=0)).seed == 0
+
+
+def test_an_argument_of_a_trainer_needs_a_trainer(tmp_path: Path) -> None:
+    (tmp_path / "bare.yaml").write_text("{algorithm: fed_avg, clients: 2, max_updates: 1}", encoding="utf-8")
+    for name in (tmp_path / "bare.yaml", shipped()["quickstart"]):
+        with pytest.raises(BadInput, match=r"^trainer\.num is given, but no trainer: add --trainer MODULE.FUNCTION"):
+            load_experiment(name, "--trainer.num", "6")
 
 
 @pytest.mark.slow("imports TRL")

@@ -12,6 +12,7 @@ from raafl.config.remote_options import check_run_name
 from raafl.config.trust import of_text
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.protocol import no_tensors
+from raafl.runtime.supervisor import Child
 from raafl.sites.certificates import read_certificate
 from raafl.sites.hosted_runs import Asked, HostedRun, configs
 from raafl.sites.run_server import Answer, Question, RunServer, ask
@@ -171,6 +172,20 @@ def test_a_name_is_free_again_once_its_config_and_run_folder_are_gone(server):
     assert states() == []
     run.config.write_text("clients: 2\n")
     assert states() == ["submitted"]
+
+
+def test_a_look_asks_once_whether_a_run_has_a_process(server, monkeypatch):
+    for name, code in (("done", 0), ("mine", None)):
+        run = HostedRun(server._folder, name)
+        run.config.write_text("clients: 1\n")
+        run.ask_first()
+        if code is not None:
+            run.end(code)
+    asked, is_kept = [], HostedRun.is_kept.fget
+    monkeypatch.setattr(HostedRun, "is_kept", property(lambda run: asked.append(run.name) or is_kept(run)))
+    monkeypatch.setattr(Child, "start", lambda child: None)
+    server.look()
+    assert sorted(asked) == ["done", "mine"]
 
 
 def test_a_run_that_cannot_be_begun_does_not_keep_others_from_it(server, caplog, monkeypatch):

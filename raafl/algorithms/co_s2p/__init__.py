@@ -58,7 +58,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raafl.algorithm import (
     Algorithm,
@@ -91,7 +91,15 @@ from raafl.algorithm import (
 from raafl.algorithms.co_s2p.merge import ImportanceMerge, PublishedMerge
 from raafl.errors import refuse_unused
 from raafl.module_hooks import OPTIMIZER_HOOKS
-from raafl.parts.local.distilled import Distilled, Exit, TrainsExits, counted, exit_depths, knowledge_loss
+from raafl.parts.local.distilled import (
+    Distilled,
+    Exit,
+    TrainsExits,
+    counted,
+    exit_depths,
+    knowledge_loss,
+    with_every_exit,
+)
 from raafl.parts.local.mask_training import SCORES, MaskTraining, best, masks_of, score_layout
 from raafl.parts.merge.personal import RecordingSelect, WithScores
 from raafl.parts.select.segments import cuts_of, stack_of
@@ -272,6 +280,10 @@ class MaskedAndDistilled(TrainsExits):
         positive("mask_lr", self.mask_lr)
         if self.strength != 0:
             positive("mask_strength", self.strength)
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Return the model with exits after its blocks; see `TrainsExits.prepare`."""
+        return super().prepare(module) if self.distils else with_every_exit(module)
 
     @property
     def traits(self) -> Traits:

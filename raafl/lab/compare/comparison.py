@@ -62,8 +62,11 @@ class Range:
             if end not in found:
                 raise BadInput(f"{name}{end} is missing: give low and high, or a list of values")
         space = Range(**found)
-        if not space.low < space.high or (space.log and space.low <= 0):
-            raise BadInput(f"{name}low is {space.low}, high {space.high}: give low below high, above 0 with log")
+        ends = space.low, space.high
+        if not all(map(math.isfinite, ends)) or not space.low < space.high or (space.log and space.low <= 0):
+            raise BadInput(
+                f"{name}low is {space.low}, high {space.high}: give numbers, low below high, above 0 with log"
+            )
         return space
 
 
@@ -115,7 +118,7 @@ class Search:
         """Return the settings that the row ``label`` tries, as command-line options."""
         grid = self.rows.get(label, self.grid)
         settings = [
-            tuple(word for option, value in zip(grid, values, strict=True) for word in (option, str(value)))
+            tuple(word for option, value in zip(grid, values, strict=True) for word in (option, word_of(value)))
             for values in itertools.product(*grid.values())
         ]
         if self.trials is None:
@@ -516,6 +519,11 @@ def words(name: str, text: object) -> Options:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise BadInput(f"{name} is {text!r:.80}: {error}") from None
+
+
+def word_of(value: object) -> str:
+    """Return a value of YAML as a command-line option has it: a missing one is null there, too, and not the text None."""
+    return "null" if value is None else str(value)
 
 
 def seeds_of(name: str, value: object) -> tuple[int, ...]:

@@ -131,6 +131,21 @@ def _lock(file: int, log: Path) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of a comparison's folder, which ends with the process; raise `BadInput` if another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"output is '{folder}', where another process is searching: wait until it ends") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _new_waiter(argv: Sequence[str], log: Path, cluster: Cluster) -> BaseProcess:
     return mp.get_context("forkserver").Process(target=_wait_for_job, args=(list(argv), log, cluster))
 

@@ -28,6 +28,7 @@ import yaml
 import raafl
 from raafl.atomic_file import atomic_file
 from raafl.config.argv import with_paths
+from raafl.config.check import OF_TRAINER
 from raafl.devices import fleets
 from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Options
@@ -192,9 +193,12 @@ def _named_files(fields: Mapping[str, Any]) -> list[Path]:
 
 
 def _class_paths(value: object) -> Iterator[str]:
+    """Yield the import paths of classes and functions that a config names, that of a Trainer's function among them."""
     if isinstance(value, Mapping):
         if isinstance(name := value.get("class_path"), str):
             yield name
+            if name.startswith(OF_TRAINER):
+                yield value["init_args"]["trainer"]
         value = value.values()
     if isinstance(value, Iterable) and not isinstance(value, str):
         for part in value:

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from raafl.errors import BadInput, RunFailed, installing
-from raafl.lab.compare.comparison import Comparison, Halving, Options, Range, Search
+from raafl.lab.compare.comparison import Comparison, Halving, Options, Range, Search, word_of
+from raafl.lab.compare.processes import alone_in
 from raafl.lab.compare.results import curve_of
 from raafl.lab.compare.runs import Outcome, Run, Runner, parsed, resolve
 from raafl.lab.compare.statistics import time_to
 from raafl.sanitize import sanitize_text
+
+_NO_BUDGET = (
+    "search.{0} needs a budget, and trials of row '{1}' end by a target alone: give --max_updates or --max_time in "
+    "search.options, or leave {0} out"
+)
 
 
 @dataclass
@@ -62,10 +68,7 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
     }
     for label, some in trials.items():
         if search.halving is not None and any(trial.runs[0].limits == (None, None) for trial in some):
-            raise BadInput(
-                f"search.halving needs a budget, and trials of row '{label}' end by a target alone: give --max_updates or "
-                "--max_time in search.options, or leave halving out"
-            )
+            raise BadInput(_NO_BUDGET.format("halving", label))
         first: dict[str, Options] = {}
         for trial in some:
             same = first.setdefault(trial.runs[0].digest, trial.settings)
@@ -168,22 +171,29 @@ def run_studies(
     `jobs`: number of runs at a time; as many trials are asked for at once.
 
     Raises:
-        BadInput: Optuna is not installed, or settings are wrong.
+        BadInput: Optuna is not installed, settings are wrong, or another process searches in the folder.
         RunFailed: a run was interrupted from outside, or all trials of a row failed.
     """
+    with alone_in(folder):  # else a second search would take the first one's trials for killed ones
+        return _run_studies(comparison, search, runner, folder, jobs)
+
+
+def _run_studies(
+    comparison: Comparison, search: Search, runner: Runner, folder: Path, jobs: int
+) -> tuple[dict[str, list[Trial]], dict[str, Trial]]:
     storage = _storage(search, folder)
     maximize = _maximizes(comparison, search)
     trials, best = {}, {}
     for label in comparison.rows:
         study = _study(storage, comparison, search, label)
         _renew_killed(study)
-        while (num := len(_ended(study))) < (search.trials or 0):
+        while (num := len(_ended(study, search))) < (search.trials or 0):
             study.sampler = _sampler(search, label, num)
             asked = [study.ask() for _ in range(min(max(jobs // len(search.seeds), 1), (search.trials or 0) - num))]
             _run(study, asked, comparison, search, label, runner)
         trials[label] = [
             _trial(one.user_attrs, _runs(comparison, search, label, tuple(one.user_attrs[_SETTINGS])))
-            for one in _ended(study)
+            for one in _ended(study, search)
         ]
         # of equal trials the first wins
         best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(maximize)))
@@ -239,19 +249,32 @@ def _study(storage: Any, comparison: Comparison, search: Search, label: str) -> 
 
 
 def check_space(comparison: Comparison, search: Search) -> None:
-    """Raise `BadInput` unless each value of a list and both ends of a range are settings that a row can have."""
-    for label in comparison.rows:
-        for option, values in search.rows.get(label, search.grid).items():
-            if not isinstance(values, list):
-                space = Range.of(option, values)
-                values = [space.low, space.high]
-            for value in values:
-                settings = comparison.options_of(label, (*search.options, option, str(value)))
-                parsed(comparison.config, f"{label} (search)", settings, search.seeds[0])
+    """Check the values of lists and the ends of ranges, and that trials which a pruner may stop have a budget.
+
+    Raises:
+        BadInput: a row cannot have one of the settings, or its trials end by a target alone.
+    """
+    tried = [
+        (label, option, value)
+        for label in comparison.rows
+        for option, values in search.rows.get(label, search.grid).items()
+        for value in (values if isinstance(values, list) else _ends(option, values))
+    ]
+    for label, option, value in tried:
+        settings = comparison.options_of(label, (*search.options, option, word_of(value)))
+        row = parsed(comparison.config, f"{label} (search)", settings, search.seeds[0]).experiment
+        if search.pruner is not None and row.max_updates is None and row.max_time is None:
+            raise BadInput(_NO_BUDGET.format("pruner", label))
 
 
-def _ended(study: Any) -> list[Any]:
-    return [trial for trial in study.get_trials(deepcopy=False) if _ENDED in trial.user_attrs]
+def _ends(option: str, values: Mapping[str, Any]) -> list[float]:
+    space = Range.of(option, values)
+    return [space.low, space.high]
+
+
+def _ended(study: Any, search: Search) -> list[Any]:
+    """Return the first trials that have ended, as many as each row has: an earlier search may have asked for more."""
+    return [trial for trial in study.get_trials(deepcopy=False) if _ENDED in trial.user_attrs][: search.trials]
 
 
 def _renew_killed(study: Any) -> None:
@@ -323,7 +346,7 @@ def settings_of(trial: Any, search: Search, label: str) -> Options:
     words: list[str] = []
     for option, values in search.rows.get(label, search.grid).items():
         if isinstance(values, list):
-            words += [option, str(trial.suggest_categorical(option, values))]
+            words += [option, word_of(trial.suggest_categorical(option, values))]
             continue
         space = Range.of(option, values)
         suggest = trial.suggest_int if space.whole else trial.suggest_float

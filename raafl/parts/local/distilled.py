@@ -23,6 +23,12 @@ from raafl.submodel.depth import tail_of
 IGNORED = -100
 """Label of positions that the loss ignores, as in torch's cross entropy."""
 
+_NO_LOGITS = (
+    "algorithm distils between the model's exits and needs their logits, but the model's forward computes the loss: return logits "
+    "from forward, and compute the loss in `training_step`; a Trainer's model has it computed there, so take a method without "
+    "distillation, such as hetero_fl, fed_raa, or co_s2p with distil: false"
+)
+
 
 def with_every_exit(module: nn.Module) -> nn.Module:
     """Add an exit (an output head) after each block but the last, in place, to the transformers model in ``module``.
@@ -110,8 +116,15 @@ class TrainsExits(Local):
     """Base class of local training with all exits (output heads at several depths) of a submodel."""
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
-        return with_every_exit(module)
+        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet.
+
+        Raises:
+            BadInput: the model has exits and is a Trainer's, whose forward computes the loss.
+        """
+        module = with_every_exit(module)
+        if getattr(module, "loss_in_forward", False) and any(True for _ in declarations(module, "submodel_exits")):
+            raise BadInput(_NO_LOGITS)
+        return module
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Predict the cost of a task; without a batch to follow, an output layer counts anew for each exit that reads it."""
@@ -212,11 +225,7 @@ class Distilled(ByExits):
 
 def _logits(output: Any) -> Tensor:
     if getattr(output, "loss", None) is not None:
-        raise BadInput(
-            "distillation needs logits, but the model's forward computes the loss: return logits from forward, and "
-            "compute the loss in `training_step`; a Trainer's model has it computed there, so take a method without "
-            "distillation, such as hetero_fl or fed_raa"
-        )
+        raise BadInput(_NO_LOGITS)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 

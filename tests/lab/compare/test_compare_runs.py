@@ -16,6 +16,7 @@ import yaml
 import raafl
 from raafl.commands.compare import compare
 from raafl.config.argv import with_paths
+from raafl.config.check import with_class_path
 from raafl.config.parse import parse
 from raafl.errors import BadInput, RunFailed
 from raafl.lab.compare import processes, runs
@@ -390,6 +391,14 @@ def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch
     other = digest()
     module.write_text(module.read_text() + "\n")
     assert len({before, slower, other, digest()}) == 4
+
+
+def test_the_file_of_a_trainers_function_is_part_of_a_runs_digest(tmp_path, monkeypatch):
+    module = tmp_path / "trainer_of_compare.py"
+    module.write_text("def make_trainer(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = with_class_path({"trainer": "trainer_of_compare.make_trainer", "algorithm": "fed_avg"})
+    assert runs._named_files(config) == [module]
 
 
 @pytest.mark.long("test_nothing_is_run_twice")

@@ -85,6 +85,54 @@ def test_trials_are_asked_for_as_many_at_a_time_as_run(tmp_path):
     assert sizes == [3, 1, 3, 1]
 
 
+def test_a_second_search_in_the_folder_is_refused_and_spoils_nothing(tmp_path):
+    refusals = []
+
+    class Busy(Runs):
+        def run_all(self, runs, metric):
+            if not self.runs:
+                with pytest.raises(BadInput, match="another process is searching: wait until it ends") as refused:
+                    studied(tmp_path / "busy", Runs())
+                refusals.append(refused)
+            return super().run_all(runs, metric)
+
+    whole, _ = studied(tmp_path / "whole", Runs())
+    assert studied(tmp_path / "busy", Busy())[0] == whole
+    assert len(refusals) == 1
+
+
+def test_rows_have_equally_many_trials_though_an_earlier_search_asked_for_more(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        studied(tmp_path, Runs(killed_after=6), trials=6)  # all of row A's, none of row B's
+    trials, _ = studied(tmp_path, Runs(), trials=4)
+    assert [len(some) for some in trials.values()] == [4, 4]
+
+
+@pytest.mark.parametrize("pruner", ["halving", "median"])
+def test_trials_that_a_pruner_may_stop_need_a_budget(pruner):
+    def check(*limits):
+        search = Search(GRID, (10,), sampler="tpe", trials=4, pruner=pruner, options=limits)
+        options = ("--max_updates", "null", "--max_time", "null", "--target", "accuracy=0.9")
+        searches.check_space(Comparison("small", "quickstart", {"A": options}, (0,), search=search), search)
+
+    with pytest.raises(BadInput, match=r"search\.pruner needs a budget, and trials of row 'A' end by a target alone"):
+        check()
+    check("--max_time", "8s")
+
+
+@pytest.mark.parametrize("sampler", [None, "random"])
+def test_null_is_a_value_to_try(tmp_path, sampler):
+    grid = {"--model.lr": [0.1], "--fabric.gradient_clip_val": [None]}
+    search = Search(grid, (10,), sampler=sampler, trials=1)
+    comparison = Comparison("small", "quickstart", {"A": ()}, (0,), search=search)
+    if sampler is None:
+        (trial,) = searches.trials_of(comparison, search)["A"]
+    else:
+        searches.check_space(comparison, search)
+        trial = run_studies(comparison, search, Runs(), tmp_path, 1)[1]["A"]
+    assert trial.settings == ("--model.lr", "0.1", "--fabric.gradient_clip_val", "null")
+
+
 def test_a_pruned_trial_counts_and_has_a_part_of_the_budget(tmp_path):
     trials, best = studied(tmp_path, Runs(), pruner="halving", trials=8)
     for label, some in trials.items():
@@ -108,7 +156,8 @@ test_searches_are_checked = refuses(
     ({"trials": None}, "search.trials is missing"),
     ({"sampler": "bayes"}, "search.sampler is 'bayes'"),
     ({"sampler": None, "pruner": "halving"}, "search.pruner is 'halving', but there is no sampler"),
-    ({"rows": {"A": {"--model.lr": {"low": 1, "high": 0}}}}, "low is 1, high 0: give low below high"),
+    ({"rows": {"A": {"--model.lr": {"low": 1, "high": 0}}}}, "low is 1, high 0: give numbers, low below high"),
+    ({"rows": {"A": {"--model.lr": {"low": 1, "high": math.inf}}}}, "low is 1, high inf: give numbers, low below high"),
     ({"rows": {"A": {"--model.lr": {"low": 1}}}}, "search.grid.--model.lr.high is missing"),
     ({"sampler": None}, "give each option a list of values"),
     error=BadInput,

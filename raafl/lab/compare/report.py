@@ -73,7 +73,8 @@ def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
     listed = [
         {
             "settings": list(trial.settings),
-            "scores": {str(seed): score for seed, score in trial.scores.items()},
+            # JSON has no infinity, which is the score of a run that missed the target
+            "scores": {str(seed): one if math.isfinite(one) else None for seed, one in trial.scores.items()},
             **({"cut_after": trial.fraction} if trial.fraction < best.fraction else {}),
         }
         for trial in trials
@@ -142,18 +143,21 @@ def _page(found: Mapping[str, Any], table: Sequence[Sequence[str]], groups: Sequ
 
 
 def _search_tables(found: Mapping[str, Any]) -> str:
-    rows = [
-        [row["row"], " ".join(trial["settings"]), *(f"{score:.4g}" for score in trial["scores"].values())]
-        for row in found["rows"]
-        if row.get("searched")
-        for trial in row["searched"]["trials"]
+    trials = [
+        (row["row"], trial) for row in found["rows"] if row.get("searched") for trial in row["searched"]["trials"]
     ]
-    if not rows:
+    if not trials:
         return ""
-    width = max(map(len, rows))
-    rows = [[*row, *[""] * (width - len(row))] for row in rows]
-    head = ["row", "settings", *(f"seed {i}" for i in range(1, width - 1))]
+    seeds = sorted({seed for _, trial in trials for seed in trial["scores"]}, key=int)
+    is_cut = any("cut_after" in trial for _, trial in trials)
+    rows = []
+    for label, trial in trials:
+        scores = ("-" if (one := trial["scores"].get(seed)) is None else f"{one:.4g}" for seed in seeds)
+        budget = [f"{trial.get('cut_after', 1):.0%}"] if is_cut else []
+        rows.append([label, " ".join(trial["settings"]), *budget, *scores])
+    head = ["row", "settings", *(["budget"] if is_cut else []), *(f"seed {seed}" for seed in seeds)]
     note = "Each row had the same number of trials, scored on training data that no client had, on seeds not reported."
+    note += " Scores after a part of the budget are of trials that ended early." if is_cut else ""
     return f'<section id="search"><h2>Search</h2>{table_html(Table(head, rows, note))}</section>'
 
 

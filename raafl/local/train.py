@@ -237,8 +237,7 @@ class LocalTrainer:
         Version counters are compared after each task, values only after the first: that finds writes through `.data`,
         which counters miss.
         """
-        base, now = built.base, zip(built.frozen, built.versions, strict=True)
-        name = next((name for (name, p), version in now if p._version != version), None)
+        base, name = built.base, built.written_frozen()
         if name is None and base is not None and base not in self._checked:
             self._checked.add(base)
             name = base.changed(self.fabric.device)

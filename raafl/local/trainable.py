@@ -56,13 +56,13 @@ class TrainableSubmodel:
         self.hooks = _hooks_of(self.module, local.traits.leaves_out)
         self.transfer = Transfer(self.module)
         self._configure()
-        self.is_configured_anew = True
         self._groups = [_options(group) for group in self.optimizer.param_groups]
         self._members = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
         self.state = self._state_of(submodels.base_variant(spec))
         named, frozen = () if self.base is None else self.module.named_parameters(), submodels.base_variant(spec).frozen
         self.frozen = [(name, p) for name, p in named if name in frozen]
+        self._addresses = [p.data_ptr() for _, p in self.frozen]
         self._fixed = [] if submodels.batch_norm == "static" else counts_in_eval_mode(self.module)
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:
@@ -81,10 +81,18 @@ class TrainableSubmodel:
     def load(self, values: FlatTensors) -> None:
         """Load the values for another task, and reset everything else to its initial state."""
         self.state.restore()
+        self.buffers.restore()  # an aborted task may have left tensors elsewhere
         self._put(values)
         # read the counters again, since merges into a shared frozen base also raise them
         self.versions = [p._version for _, p in self.frozen]
         self._fixed_versions = [count._version for _, count in self._fixed]
+
+    def written_frozen(self) -> str | None:
+        """Return the name of a frozen parameter that steps have written to, or whose ``data`` they have set; None = none."""
+        for (name, p), version, address in zip(self.frozen, self.versions, self._addresses, strict=True):
+            if p._version != version or (p.is_floating_point() and p.data_ptr() != address):  # packed ones may move
+                return name
+        return None
 
     def _put(self, values: FlatTensors) -> None:
         """Copy the values that the client received into the module."""
@@ -195,7 +203,7 @@ def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
 
 
 class Buffers:
-    """Buffers of a submodel's module (such as running statistics), kept as views into the storage that is sent."""
+    """Tensors of a submodel's module in the storage that is sent, of which a step may replace buffers or the memory by others."""
 
     def __init__(self, module: nn.Module, present: FlatTensors) -> None:
         self._views = [
@@ -204,19 +212,29 @@ class Buffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and (f"{path}.{name}" if path else name) in present
         ]
+        named = (*module.named_parameters(), *module.named_buffers())
+        sent = [
+            (tensor, present[name]) for name, tensor in named if name in present and not hasattr(tensor, "to_local")
+        ]
+        # those in the storage, with the address there; a sharded module has parts of its parameters elsewhere
+        self._bound = [(own, view, view.data_ptr()) for own, view in sent if own.data_ptr() == view.data_ptr()]
 
     def gather(self) -> None:
-        """Copy the values of buffers that a step has replaced by new tensors into the original tensors, and use these again."""
-        for part, name, view in self._views:
-            buffer = part._buffers[name]
-            if buffer is not view and buffer is not None:
-                view.copy_(buffer.detach())
+        """Copy buffers replaced by a step, and tensors whose ``data`` it set, into the original memory; use that again."""
+        elsewhere = [(part._buffers[name], view) for part, name, view in self._views if part._buffers[name] is not view]
+        elsewhere += [(own, view) for own, view, address in self._bound if own.data_ptr() != address]
+        for own, view in elsewhere:
+            if own is not None:
+                view.copy_(own.detach())
         self.restore()
 
     def restore(self) -> None:
-        """Use the original tensors of all buffers again; values of new tensors that have replaced them are lost."""
+        """Use the original buffers and the memory of all tensors again; values that are elsewhere are lost."""
         for part, name, view in self._views:
             part._buffers[name] = view
+        for own, view, address in self._bound:
+            if own.data_ptr() != address:
+                own.data = view
 
 
 def _hooks_of(module: nn.Module, left_out: frozenset[str]) -> TaskHooks | None:

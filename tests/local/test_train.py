@@ -259,6 +259,44 @@ def test_frozen_parameters_do_not_move_and_do_not_come_back():
     assert torch.equal(built.module.fc1.weight, bench.module.fc1.weight)
 
 
+class ByData(Norm):
+    """Bounds a weight, and moves a buffer, by setting `data` or in place; the second of these leaves both where they are."""
+
+    sets = True
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        if self.fails and index == 2:
+            raise RuntimeError("in the middle")
+        for tensor, new in (
+            (self.fc2.weight, self.fc2.weight.clamp(-0.2, 0.2)),
+            (self.mean, 0.9 * self.mean + x.mean(0)),
+        ):
+            if self.sets:
+                tensor.data = new.data
+            else:
+                tensor.data.copy_(new)
+        return F.cross_entropy(self(x - self.mean), y)
+
+
+def test_what_a_step_gives_other_memory_is_sent_and_is_no_part_of_the_next_task():
+    found = [Bench.of(type("Made", (ByData,), {"sets": sets})) for sets in (True, False)]
+    (sent, again), (expected, _) = ([bench.run(assignment(epochs=1))[1] for _ in range(2)] for bench in found)
+    assert same(sent, dict(expected.items())) and sent.fingerprint() == again.fingerprint()
+    assert sent["fc2.weight"].abs().max() > 0 and sent["mean"].abs().max() > 0
+    kind = type(found[0].module)
+    kind.fails = True
+    with pytest.raises(RuntimeError, match="in the middle"):
+        found[0].run(assignment(epochs=1))
+    kind.fails = False
+    assert found[0].run(assignment(epochs=1))[1].fingerprint() == sent.fingerprint()
+
+
 def test_running_statistics_come_back_and_the_count_of_batches_does_not():
     bench, task = Bench.of(Norm), assignment(epochs=1)
     _, tensors = bench.run(task)

@@ -130,8 +130,17 @@ class Teacher(Net):
         return super().training_step(batch, index)
 
 
-def test_training_that_writes_to_a_frozen_parameter_is_refused():
-    bench = Bench.of(Teacher)
+class Setting(Teacher):
+    """Gives it other memory, as code for momentum encoders does."""
+
+    def training_step(self, batch, index):
+        self.average.data = 0.9 * self.average.data
+        return Net.training_step(self, batch, index)
+
+
+@pytest.mark.parametrize("make", [Teacher, Setting])
+def test_training_that_writes_to_a_frozen_parameter_is_refused(make):
+    bench = Bench.of(make)
     bench.submodels.attach_base(copy.deepcopy(bench.module))
     with pytest.raises(
         BadInput, match=r"parameter 'average' has requires_grad=False, but training writes to it: make it"

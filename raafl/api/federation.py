@@ -589,13 +589,11 @@ def _script(num_clients: int) -> list[str]:
             "'local' starts processes of its own, but torchrun has started this one: leave out "
             "'local', or start the script without torchrun"
         )
-    main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
+    path = getattr(main := sys.modules.get("__main__"), "__file__", None)
     if path is None or not Path(path).is_file():
         raise BadInput(
             "'local' starts the clients from your script's file, but this process has no such file (is it a notebook?): "
             "use `simulate`, or put the code into a script"
         )
     spec = getattr(main, "__spec__", None)
-    name = ["-m", spec.name.removesuffix(".__main__")] if spec is not None else [path]
-    return [sys.executable, *name, *sys.argv[1:]]
+    return [sys.executable, *(["-m", spec.name.removesuffix(".__main__")] if spec else [path]), *sys.argv[1:]]

@@ -159,7 +159,8 @@ class TrainableSubmodel:
             self.optimizer, self.schedulers = configure(self.module)
         else:  # a submodel without trained parameters needs an optimizer, too, and optimizers reject an empty list
             self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-        self._depends_on_task = bool(self.trainer.asked_of_task)
+        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        self._depends_on_task = bool(self.trainer.asked_of_task or hooks)  # hooks may count steps
         self.trainer.begin(self.optimizer, self.schedulers)
 
 
@@ -212,11 +213,10 @@ class Buffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and (f"{path}.{name}" if path else name) in present
         ]
-        named = (*module.named_parameters(), *module.named_buffers())
+        named = (*module.named_parameters(), *module.named_buffers())  # a sharded module's may be elsewhere
         sent = [
             (tensor, present[name]) for name, tensor in named if name in present and not hasattr(tensor, "to_local")
         ]
-        # those in the storage, with the address there; a sharded module has parts of its parameters elsewhere
         self._bound = [(own, view, view.data_ptr()) for own, view in sent if own.data_ptr() == view.data_ptr()]
 
     def gather(self) -> None:

@@ -259,6 +259,18 @@ def test_frozen_parameters_do_not_move_and_do_not_come_back():
     assert torch.equal(built.module.fc1.weight, bench.module.fc1.weight)
 
 
+def test_a_hook_of_an_optimizer_that_counts_steps_begins_anew_in_each_task():
+    class Counting(Net):
+        def configure_optimizers(self):
+            made, rates = torch.optim.SGD(self.parameters(), lr=0.1), iter([0.1, 0.05, 0.02, 0.01, 0.005, 0.002])
+            made.register_step_post_hook(lambda *_: made.param_groups[0].update(lr=next(rates)))
+            return made
+
+    bench = Bench.of(Counting)
+    first, second = (bench.run(assignment(epochs=1))[1].fingerprint() for _ in range(2))
+    assert first == second
+
+
 class ByData(Norm):
     """Bounds a weight, and moves a buffer, by setting `data` or in place; the second of these leaves both where they are."""
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import yaml
 
 LARGEST = 2**63 - 1
-_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # limits of YAML from other people: number of values, depth of nesting
+# limits of YAML from other people: number of values (or of the text's characters, if it has more), depth of nesting
+_MAX_VALUES, _MAX_DEPTH = 100_000, 24
 
 
 def load_yaml(text: str) -> Any:
@@ -89,7 +90,8 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
         raise ValueError(f"it is not YAML with plain values ({type(error).__name__})") from None
     if not isinstance(tree, dict):
         raise ValueError("it is not a mapping of fields")
-    num, level = 0, [tree]
+    # a list of thousands of devices is read; without aliases no text has more values than characters
+    num, most, level = 0, max(_MAX_VALUES, len(text)), [tree]
     for _ in range(_MAX_DEPTH):
         below = []
         for value in level:
@@ -98,8 +100,8 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
             num += len(found)
             if any(type(one) is int and abs(one) > LARGEST for one in found):
                 raise ValueError("it has a number of more than 64 bits")
-            if num > _MAX_VALUES:  # a short text can expand to very many values by aliases of aliases
-                raise ValueError(f"it has more than {_MAX_VALUES:,} values")
+            if num > most:  # a short text can expand to very many values by aliases of aliases
+                raise ValueError(f"it has more than {most:,} values")
         level = below
     if level:
         raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")

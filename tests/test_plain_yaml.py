@@ -1,11 +1,12 @@
-"""YAML of users: a key given twice is an error with its line."""
+"""YAML of users: a key given twice is an error with its line; YAML of others has no more values than its text shows."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
 
-from raafl.plain_yaml import load_yaml, yaml_problem
+from raafl import plain_yaml
+from raafl.plain_yaml import load_untrusted_yaml, load_yaml, yaml_problem
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,14 @@ def test_a_merged_mapping_may_be_overridden():
         "y": {"a": 3, "b": 2},
         "=": 4,
     }
+
+
+def test_a_long_text_may_have_as_many_values_as_characters_and_aliases_add_none(monkeypatch):
+    monkeypatch.setattr(plain_yaml, "_MAX_VALUES", 20)
+    devices = [{"name": f"d{i}", "flops_per_s": 1e9} for i in range(50)]
+    text = yaml.safe_dump({"devices": devices})
+    assert load_untrusted_yaml(text) == {"devices": devices}  # a device is a mapping with two keys and two values
+    short = "a: &a [1, 1, 1, 1]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n"
+    assert len(short) < 6 + 4 + 15 + 48  # three keys with their lists, and what is in a, b and c
+    with pytest.raises(ValueError, match=f"it has more than {len(short)} values"):
+        load_untrusted_yaml(short)

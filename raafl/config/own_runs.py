@@ -28,12 +28,14 @@ _KEPT: Final = 1000
 def remember(config_yaml: str, run_folder: Path) -> None:
     """Record that this user has run a config, so that `raafl.config.trust.is_trusted` accepts it later.
 
-    Nothing is recorded for a config that needs no trust: one that names only classes of raafl and writes to no URL.
+    Nothing is recorded for a config that needs no trust: one that names only classes of raafl, has no logger, and writes to
+    no URL.
     """
     try:
         tree = load_untrusted_yaml(config_yaml)
         sends = is_url(tree.get("output")) or tree.get("push_to_hub") is not None
-        named = sends or not all(_OWN.fullmatch(str(name)) for name in _class_paths(tree))
+        # a logger may be a class of the user, named without class_path
+        named = sends or bool(tree.get("logger")) or not all(_OWN.fullmatch(str(name)) for name in _class_paths(tree))
     except ValueError:
         named = True
     if named:

@@ -14,6 +14,7 @@ from typing import Any
 from raafl.config.options import MODES, distance, seconds
 from raafl.core.options import CAPTURES, FabricOptions, Training
 from raafl.errors import BadInput, installing, nearest, parse_address
+from raafl.plain_yaml import LARGEST
 from raafl.rules import CURRENT
 from raafl.sanitize import is_url
 from raafl.units import quantity
@@ -40,6 +41,8 @@ def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
                 yield f"{name} is '{count}': give auto, fast, or a number from 1"
         elif count is not None and count < least.get(name, 1):
             yield f"{name} is {count}: give {least.get(name, 1)} or more"
+        elif count is not None and count > LARGEST:  # the run's own folder could not be read again
+            yield f"{name} is {count}: give at most {LARGEST}"
     if experiment.rules > CURRENT:
         yield f"rules is {experiment.rules}: give at most {CURRENT}, or use the later version of raafl that made this config"
     if experiment.train.num_epochs is None and experiment.train.num_steps is None:

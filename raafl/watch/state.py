@@ -454,7 +454,8 @@ def _reached_in_s(target: Target, now_s: float, evaluations: Sequence[Mapping[st
     slope = math.fsum((at - time_s) * (found - value) for at, found in points) / spread if spread > 0 else 0.0
     if slope == 0 or (slope < 0) != target.at_most:
         return None
-    return max(time_s + (target.value - value) / slope - now_s, 0.0)
+    in_s = time_s + (target.value - value) / slope - now_s
+    return in_s if in_s > 0 else None  # a curve that flattens lies below its line: a time that has passed says nothing
 
 
 def speed(evaluations: Sequence[Mapping[str, float]]) -> float | None:

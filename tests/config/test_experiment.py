@@ -103,6 +103,8 @@ def test_a_sound_experiment_has_no_problem():
         ({"batch_clients": "all"}, "batch_clients is 'all': give auto, fast, or a number from 1"),
         ({"threads": 0}, "threads is 0: give 1 or more"),
         ({"seed": -1}, "seed is -1: give 0 or more"),
+        # config.yaml with a larger number is refused when the run is resumed or replayed
+        ({"seed": 2**63}, "seed is 9223372036854775808: give at most 9223372036854775807"),
         ({"train": Training(num_epochs=0)}, "train.num_epochs is 0: give 1 or more"),
         ({"train": Training(num_steps=0)}, "train.num_steps is 0: give 1 or more"),
         ({"train": Training(batch_size=0)}, "train.batch_size is 0: give 1 or more"),

@@ -9,7 +9,7 @@ import pytest
 from raafl.config import own_runs
 from raafl.config.own_runs import remember
 from raafl.config.parse import load_run, parse
-from raafl.config.trust import is_trusted
+from raafl.config.trust import is_trusted, of_folder
 from raafl.data import Digits as OwnDigits
 from raafl.errors import BadInput
 
@@ -50,6 +50,15 @@ def test_a_run_of_ones_own_is_trusted_in_its_working_folder_until_its_config_cha
 def test_a_config_of_raafls_own_names_leaves_no_note(tmp_path, state):
     remember("model: {class_path: model_zoo.MLP}\nclients: 3\n", tmp_path / "run")
     assert not state.exists()
+
+
+def test_a_logger_of_ones_own_that_is_named_in_a_line_is_trusted_later(tmp_path, state):
+    text = "model: {class_path: model_zoo.MLP}\nlogger: [csv, tests.config.test_own_runs.Mine]\n"
+    folder = run_folder(tmp_path, text)
+    with pytest.raises(BadInput, match=r"logger is 'tests\.config\.test_own_runs\.Mine', which is not one of csv"):
+        of_folder(folder, trusted=is_trusted(folder, asked=False))
+    remember(text, folder)
+    assert "Mine" in of_folder(folder, trusted=is_trusted(folder, asked=False))
 
 
 def test_notes_are_few_and_say_whose_they_are(tmp_path, state, monkeypatch):

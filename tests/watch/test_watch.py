@@ -85,7 +85,7 @@ def test_when_it_ends_is_when_the_first_limit_or_all_targets_are_met():
         ([0.6, 0.6, 0.6], None),
         ([0.7, 0.6, 0.5], None),  # away from it
         ([0.4, 0.6, 0.5], pytest.approx(65.0)),  # the line 0.45 + 0.005 t reaches 0.9 at 90 s
-        ([0.0, 0.8, 0.85, 0.89], 0.0),  # mean 0.635 at 15 s, slope 13.6/500: 0.9 at 24.7 s, which has passed
+        ([0.0, 0.8, 0.85, 0.89], None),  # mean 0.635 at 15 s, slope 13.6/500: 0.9 at 24.7 s has passed, and was not met
     ],
 )
 def test_a_target_is_met_where_the_line_through_the_evaluations_meets_it(values, in_s):

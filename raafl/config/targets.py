@@ -131,9 +131,12 @@ class Target:
         return value <= self.value if self.at_most else value >= self.value
 
     def __str__(self) -> str:
-        """Format the target as METRIC=VALUE, or with <= or >= if the metric's name does not imply the direction."""
-        sign = {None: "=", "min": "<=", "max": ">="}[self.mode]
-        return f"{self.metric}{sign}{self.value:g}"
+        """Format the target as METRIC=VALUE, or with <= or >= if the metric's name does not imply the direction.
+
+        `parse` reads the same target from it.
+        """
+        sign, short = {None: "=", "min": "<=", "max": ">="}[self.mode], f"{self.value:g}"
+        return f"{self.metric}{sign}{short if float(short) == self.value else repr(self.value)}"
 
 
 @dataclass(frozen=True, slots=True)

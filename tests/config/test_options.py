@@ -62,6 +62,12 @@ def test_the_direction_of_names_in_camel_case_negated_or_of_differences(metric, 
     assert direction(metric) == better
 
 
+def test_two_targets_of_many_digits_have_two_names():
+    # the name is a column of metrics.csv, and what `raafl sweep` gives its trials as --target
+    texts = ["accuracy=0.9123454", "accuracy=0.9123451", "loss=1234567.8", "loss=1e-07", "loss=5"]
+    assert [str(Target.parse(text)) for text in texts] == texts
+
+
 def test_a_target_without_any_direction_is_not_clear():
     assert not Target.parse("gap=0.1").is_clear
 

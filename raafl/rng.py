@@ -120,7 +120,7 @@ class RngStream:
     Generators belong to the whole process, so only one stream is in use at a time; other threads wait.
     """
 
-    _in_use = threading.Lock()
+    _in_use = threading.RLock()
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._device, self._inside = device, False
@@ -138,6 +138,9 @@ class RngStream:
 
     def __enter__(self) -> None:
         """Save the global random state, and set that of this stream."""
+        # no stream is used within another, so an interrupt has kept this thread from giving back its last one
+        while self._in_use._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks it
+            self._in_use.release()
         self._in_use.acquire()
         try:
             self._outer = self._states()
@@ -150,12 +153,14 @@ class RngStream:
 
     def __exit__(self, *_: object) -> None:
         """Save this stream's random state, and restore the global one."""
-        self._inside = False
         try:
+            self._inside = False
             self._own = self._states()
-            self._set(self._outer)
         finally:
-            self._in_use.release()
+            try:
+                self._set(self._outer)
+            finally:
+                self._in_use.release()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
 from raafl.runtime.executors.base import is_out_of_memory
 from raafl.runtime.setup import load_data
-from tests.helpers.small_runs import equal_replay, experiment, finish
+from tests.helpers.small_runs import COMING_AND_GOING, equal_replay, experiment, finish
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,6 +78,16 @@ def test_a_client_with_nothing_smaller_to_do_is_kept_out_and_the_others_go_on(tm
     assert one.summary["updates_refused"] == {OUT_OF_MEMORY: 3} and one.summary["participation"]["3"] == 0
     assert one.digest == two.digest and one.text("events.jsonl") == two.text("events.jsonl")
     assert equal_replay(made, one)
+
+
+def test_a_simulated_client_that_comes_back_declares_the_memory_that_it_had_declared(tmp_path):
+    """Else one that was short of memory once would be given small tasks for ever."""
+    devices = [replace(device, memory_bytes=1e9) for device in COMING_AND_GOING]
+    algorithm = fed_raa(fragments=3, K=100.0)
+    made = experiment(tmp_path / "run", algorithm, model=hungry, devices=devices, max_updates=40)
+    run = finish(made)
+    assert {row["profile"]["memory_bytes"] for row in run.events("joined")} == {1e9}
+    assert run.summary["updates_refused"][OUT_OF_MEMORY] and equal_replay(made, run)
 
 
 def test_what_says_that_memory_is_too_small():

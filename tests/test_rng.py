@@ -5,6 +5,7 @@ import threading
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
@@ -97,3 +98,41 @@ def test_generators_that_a_data_set_owns_are_found_and_seeded_anew_by_the_proces
     before = torch.default_generator.get_state()
     reseed([])
     assert torch.equal(before, torch.default_generator.get_state())  # a set without any costs no number
+
+
+def test_a_stream_that_an_interrupt_left_in_use_blocks_no_other():
+    """A signal's handler may raise before `__exit__` has begun, so that nothing gives the stream back."""
+    cpu = torch.device("cpu")
+    draws, another = RngStream(cpu, 1), RngStream(cpu, 2)
+    draws.__enter__()  # and no exit
+    found: list[list[float]] = []
+
+    def draw() -> None:
+        with another:
+            found.append([torch.rand(1).item()])
+
+    other = threading.Thread(target=draw, daemon=True)
+    other.start()
+    draw()
+    other.join(timeout=30)
+    torch.manual_seed(2)
+    assert found == [[torch.rand(1).item()], [torch.rand(1).item()]]
+
+
+def test_an_interrupt_while_a_stream_is_left_still_restores_the_global_state(monkeypatch):
+    draws, other = RngStream(torch.device("cpu"), 1), RngStream(torch.device("cpu"), 2)
+    torch.manual_seed(5)
+    wanted = torch.rand(1).item()
+    torch.manual_seed(5)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), draws:
+        monkeypatch.setattr(draws, "_states", interrupted)
+    assert torch.rand(1).item() == wanted
+    thread = threading.Thread(target=other.__enter__, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    RngStream._in_use = threading.RLock()  # the thread has ended within its stream

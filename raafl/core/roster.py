@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter, OrderedDict
+from dataclasses import replace
 
 from raafl.core.sample import IdlePool, Sample
 from raafl.core.types import Assignment, ClientInfo
@@ -157,6 +158,13 @@ class Roster:
     def find(self, client: int) -> ClientInfo | None:
         """Return the description of ``client``, suspended or not; None if it is not present."""
         return self.clients.get(client) or self.suspended.get(client)
+
+    def declared(self, client: int) -> ClientInfo | None:
+        """Return the description of ``client`` with the memory that it declared; None if it is not present."""
+        found = self.find(client)
+        if found is None or client not in self.said_bytes:
+            return found
+        return replace(found, profile=replace(found.profile, memory_bytes=self.said_bytes[client]))
 
     @property
     def out(self) -> list[ClientInfo]:

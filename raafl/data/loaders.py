@@ -76,8 +76,13 @@ def read_loader(loader: object, name: str) -> Loader:
     dataset: Any = loader.dataset
     check_dataset(f"the data set of {name}()", dataset)
     sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
-    if batch_size is None and loader.batch_sampler is not None:
+    if batch_size is None:
         batches = loader.batch_sampler
+        if batches is None:
+            raise BadInput(
+                f"the batch_size of {name}() is None, so that each item of its data set is a batch, and samples cannot be "
+                "divided among clients: give the data set single samples, and batch_size a number"
+            )
         if type(batches) is not BatchSampler:
             raise BadInput(
                 f"the batch_sampler of {name}() is {type(batches).__name__}, whose batches cannot be used where samples are "

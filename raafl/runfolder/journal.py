@@ -222,7 +222,7 @@ class RunFolder:
     ) -> None:
         """Create the folder, or open one that is locked and checked already; see `raafl.runtime.lifecycle.resume.reopened`."""
         self.path = Path(path)
-        was_there = self.path.exists()
+        self._was_there = self.path.exists()
         self._config, self._warn = config_yaml, warn
         if new:
             self._take()
@@ -231,7 +231,7 @@ class RunFolder:
             self._open(new=new)
         except OSError:
             if new:
-                self._remove(folder=not was_there)
+                self._remove()
             raise
 
     def _take(self) -> None:
@@ -266,12 +266,18 @@ class RunFolder:
         if not config.exists():
             config.write_text(self._config, encoding="utf-8")
 
-    def _remove(self, *, folder: bool) -> None:
-        """Delete the files of a new run for which the disk has no space."""
+    def discard(self) -> None:
+        """Close the files of a new run that cannot begin, and delete them."""
+        for file in (self._events, self._metrics, self._clients):
+            file.abandon()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Delete the files of a new run that cannot begin, and its folder unless that was there before or has other files."""
         with suppress(OSError):
             for name in (CONFIG, *GROWING):
                 (self.path / name).unlink(missing_ok=True)
-            if folder:
+            if not self._was_there:
                 self.path.rmdir()
         self._unlock()
 

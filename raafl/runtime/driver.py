@@ -120,7 +120,7 @@ class Driver(ABC):
 
     def _handle(self, event: Event, now: float) -> None:
         self.record.event(event, now)  # record first, so that a replay reads the events in the order of handling
-        lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
+        lost = self.coordinator.roster.declared(event.client) if isinstance(event, Lost) else None
         version, since = self.coordinator.state.version, time.perf_counter()
         actions = self._decide(event, now)
         if self.coordinator.state.version != version:
@@ -201,6 +201,11 @@ class Driver(ABC):
             if not self.coordinator.is_merging:
                 self._checkpoint()
             self.tell(Stop(reason))
+
+    def _evaluate_again(self) -> None:
+        """Evaluate the model of a resumed run if its last evaluation had failed, or was not over at the checkpoint."""
+        if self.evaluator is not None and self.record.awaits(version := self.coordinator.state.version):
+            self._measure(version, self.now)
 
     def _stop_if_asked(self) -> None:
         if not self.reason and (why := self.hooks.stop_asked()) is not None:

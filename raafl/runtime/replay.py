@@ -36,7 +36,7 @@ from raafl.runtime.executors import Executor
 from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.checkpointer import SavedForm
 from raafl.runtime.lifecycle.environment import conditions, differences
-from raafl.runtime.lifecycle.resume import same_mode
+from raafl.runtime.lifecycle.resume import same_mode, undone_in
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
 
@@ -303,9 +303,10 @@ class Replay:
         return Arrived(update)
 
     def _go_on(self, row: JournalRow) -> None:
-        """Continue as the resumed run did: at its next assignment id, with its limits."""
+        """Continue as the resumed run did: at its next assignment id, with its limits and privacy budget."""
         self.coordinator.roster.last_id = row["last_id"]
         if row["restarted"]:
+            self.coordinator.algorithm.merge.on_rollback(self.coordinator.state, undone_in(row))
             self.coordinator.restart()
         limits = {**row["start"], **{name: row["goals"][name] for name in ("max_updates", "max_time_s")}}
         self.coordinator.change(limits=replace(self.coordinator.limits, **limits))

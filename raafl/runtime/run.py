@@ -78,6 +78,7 @@ class Run:
         self.observer = observer or RunHooks()
         self.observers = observers_of(self, self.observer)
         with ExitStack() as unless_begun:
+            unless_begun.callback(self._give_up)
             unless_begun.callback(HookList(*self.observers).close)
             HookList(*self.observers).begin(self, saved)
             recorded = {} if saved is None else saved.section["record"]["metrics"]
@@ -111,6 +112,14 @@ class Run:
             self.hooks.opened()
             unless_begun.pop_all()
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
+
+    def _give_up(self) -> None:
+        """Close the folder of a run that cannot begin, and delete the files of a new one."""
+        opened = vars(self)  # lacks what was not reached
+        if "saver" in opened:
+            self.saver.close()
+        if "writer" in opened:
+            (self.writer.close if self.resumed else self.writer.discard)()
 
     def _name_folder(self, saved: SavedRun | None) -> Path:
         if saved is not None:

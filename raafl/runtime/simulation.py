@@ -188,10 +188,7 @@ class Simulation(Driver):
             self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()
-            if self.record.awaits(
-                version := self.coordinator.state.version
-            ):  # its evaluation failed, which ended the run
-                self._measure(version, self.now)
+            self._evaluate_again()
             while self._heap and not self.reason:
                 if self.error is None:
                     self._turn()

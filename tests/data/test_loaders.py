@@ -118,6 +118,10 @@ def test_a_weighted_sampler_draws_within_each_client_by_its_weights(copied):
         ({"sampler": WeightedRandomSampler([1.0] * 50, 9)}, "has num_samples=9 and replacement=True, but"),
         ({"sampler": WeightedRandomSampler([1.0] * 9, 50)}, "has 9 weights for 50 samples: give one for each"),
         ({"sampler": SubsetRandomSampler([0, 50])}, "has indices 0 to 50: give indices from 0 to 49"),
+        (
+            {"batch_size": None},
+            "the batch_size of train_dataloader() is None, so that each item of its data set is a batch, and samples cannot be",
+        ),
         ({"sampler": SubsetRandomSampler([])}, "has indices none: give indices from 0 to 49"),
         (
             {"sampler": WeightedRandomSampler([1.0] * 25 + [0.0] * 25, 50)},

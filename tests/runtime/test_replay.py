@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from raafl.algorithms import fed_async
 from raafl.commands.replay import lines_of
 from raafl.config.parse import parse
 from raafl.errors import BadInput
@@ -14,6 +16,7 @@ from raafl.runfolder import checkpoint_reader
 from raafl.runtime.replay import Replay, replay
 from raafl.runtime.run import simulate
 from tests.helpers import forkserver
+from tests.helpers.coordinators import coordinator_for
 from tests.helpers.forked_command import command
 
 ROOT = Path(__file__).parents[2]
@@ -193,3 +196,16 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path):
         replay(tmp_path)
     with pytest.raises(BadInput, match="until is 0"):
         replay(tmp_path, until=0)
+
+
+def test_merges_that_a_crash_has_undone_count_in_a_replay_as_they_did_in_the_run(monkeypatch):
+    """They are charged to the privacy budget, at whose end a run ends."""
+    coordinator = coordinator_for(fed_async())
+    told = []
+    monkeypatch.setattr(
+        type(coordinator.algorithm.merge), "on_rollback", lambda merge, state, merged: told.append(merged)
+    )
+    row = {"event": "resumed", "last_id": 9, "restarted": True, "undone": [[1, 3], [2, 3]]}
+    row |= {"start": {"min_clients": 2}, "goals": {"max_updates": 8, "max_time_s": None}}
+    Replay(coordinator, SimpleNamespace(follow=list)).run([row])
+    assert told == [[(1, 3), (2, 3)]] and coordinator.limits.max_updates == 8

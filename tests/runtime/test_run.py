@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import closing
 from dataclasses import replace
 
@@ -207,3 +208,41 @@ def test_a_run_that_cannot_be_closed_gives_the_interrupt_back(tmp_path):
         simulate(experiment(tmp_path / "run"), "x: 1\n", Away())
     assert signal.getsignal(signal.SIGINT) is before
     assert finish(experiment(tmp_path / "next")).summary["finished"] == "max_updates"
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_run_that_cannot_begin_leaves_its_folder_as_it_was_and_unlocked(tmp_path, was_there):
+    """An observer fails once the folder is there, such as a logger without its server."""
+
+    class Unready(RunHooks):
+        def opened(self):
+            assert (tmp_path / "run" / "config.yaml").is_file()
+            raise OSError("the tracking server is away")
+
+    if was_there:
+        (tmp_path / "run").mkdir()
+    with pytest.raises(OSError, match="is away") as raised:  # whose traceback keeps the run
+        simulate(experiment(tmp_path / "run"), "x: 1\n", Unready())
+    assert list(tmp_path.rglob("*")) == [tmp_path / "run"] * was_there
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+    assert finish(experiment(tmp_path / "run")).summary["finished"] == "max_updates"
+    del raised
+
+
+def test_a_run_that_cannot_go_on_keeps_its_files_and_gives_its_folder_back(tmp_path):
+    class Unready(RunHooks):
+        def opened(self):
+            raise OSError("the tracking server is away")
+
+    class Stopped(RunHooks):
+        def stop_asked(self):
+            return "interrupted"
+
+    made = {"checkpoint_every": 1, "max_updates": 4}
+    whole = finish(experiment(tmp_path / "whole", **made))
+    simulate(experiment(tmp_path / "run", **made), "", Stopped())
+    again = experiment(None, **made, resume=str(tmp_path / "run"))
+    with pytest.raises(OSError, match="is away"):
+        simulate(again, "", Unready())
+    resumed = finish(again)
+    assert resumed.digest == whole.digest and resumed.rows() == whole.rows()

@@ -33,6 +33,7 @@ from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
     CHECKPOINTS,
+    CLIENT_COLUMNS,
     CLIENTS,
     CONFIG,
     GROWING,
@@ -154,7 +155,10 @@ def restoring(saved: SavedRun) -> Iterator[None]:
         ) from error
 
 
-_COUNTS = {"coordinator": ("version", "last_id", "merged"), "record": ("num_events", "num_rows", "bytes", "staleness")}
+_COUNTS = {
+    "coordinator": ("version", "last_id", "merged"),
+    "record": ("num_events", "num_rows", "bytes", "staleness", "evaluated_version"),
+}
 _NEEDED = ("memory", "active", "idle", "drawn", "waiting", "evaluated", "started", "wake", "rng")
 _BOOKS = ("counts", "busy", "tasks", "joins", "refused", "clipped", "refused_in_a_row", "times_out")
 _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", "arrived_s")}
@@ -227,10 +231,11 @@ def after_restart(experiment: Experiment) -> Experiment:
     name of its run folder to ``runs/.torchrun``. A later attempt resumes from the last checkpoint in that folder, or
     starts over in a new folder if there is none.
     """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt, note = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), _note()
+    if attempt == 0:
+        note.unlink(missing_ok=True)  # of an earlier run: torchrun's default id is the same for all
     if attempt == 0 or experiment.resume is not None:
         return experiment
-    note = _note()
     folder = Path(note.read_text(encoding="utf-8")) if note.is_file() else None
     if folder is not None and checkpoint.newest(folder) is not None:
         return replace(experiment, resume=str(folder))
@@ -255,10 +260,10 @@ UNDONE = "undone"
 
 @dataclass(frozen=True)
 class Mended:
-    """Result of `mend`, which cuts the journal and tables of a run back to its last checkpoint."""
+    """Result of `mend`: what the files of a run have after its last checkpoint, to which `cut_back` cuts its tables."""
 
     last_id: int  # largest task id in the journal, after which new ids begin
-    num_lost: int  # number of tasks that were lost
+    lost: list[list[str]]  # rows of clients.csv for tasks that began after the checkpoint, and so are lost
     num_missing: int  # number of events before the checkpoint that are not in the journal
     joins: dict[int, int]  # by client id: number of times that the client has joined
     merged: list[tuple[int, int]]  # client id and model version of each update that was merged after the checkpoint
@@ -267,16 +272,9 @@ class Mended:
 
 
 def mend(saved: SavedRun) -> Mended:
-    """Cut the run's journal and tables back to the checkpoint, and record which results are lost by that.
-
-    In a simulation, rows after the checkpoint are dropped, since the resumed run writes them again. On the wall clock,
-    tasks that began after the checkpoint are marked lost:restart.
-    """
+    """Read from the run's journal and tables which results after the checkpoint are lost; nothing is changed."""
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
-    metrics = read_table(folder / METRICS)
-    header = next(metrics)
-    write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
     last_id, joins, before = 0, dict[int, int](), list[list[tuple[int, int]]]()
     later: dict[int, JournalRow] = {}  # by id: tasks that were assigned after the checkpoint
     # read also the rows that a resume has cut off, since their ids must not be used again
@@ -290,18 +288,37 @@ def mend(saved: SavedRun) -> Mended:
         elif row.get("event") == "joined":
             joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
         elif row.get("event") == "resumed" and row["kept"] >= section["record"]["num_events"]:
-            before.append(
-                [(int(client), int(version)) for client, version in cast(dict[str, Any], row).get(UNDONE, ())]
-            )
-    num_rows, rows = section["record"]["num_rows"], read_table(folder / CLIENTS)
-    header = next(rows)
+            before.append(undone_in(row))
+    rows = read_table(folder / CLIENTS)
+    header = next(rows, list(CLIENT_COLUMNS))
     client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
-    kept, lost = islice(rows, num_rows), (_lost_row(later[number], header) for number in sorted(later))
-    undone = islice(read_table(folder / CLIENTS), 1 + num_rows, None)
+    undone = islice(rows, section["record"]["num_rows"], None)
     merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
-    write_table(folder / CLIENTS, chain([header], kept, lost))
     num_missing = max(section["record"]["num_events"] - journal.num_events, 0)
-    return Mended(last_id, len(later), num_missing, joins, merged, before)
+    lost = [_lost_row(later[number], header) for number in sorted(later)]
+    return Mended(last_id, lost, num_missing, joins, merged, before)
+
+
+def undone_in(row: JournalRow) -> list[tuple[int, int]]:
+    """Return client id and model version of each update whose merge was undone by the restart in a row of the journal."""
+    return [(int(client), int(version)) for client, version in cast(dict[str, Any], row).get(UNDONE, ())]
+
+
+def cut_back(saved: SavedRun, lost: list[list[str]]) -> None:
+    """Cut a run's tables back to the checkpoint, and add the rows of ``lost`` tasks.
+
+    In a simulation, rows after the checkpoint are dropped, since the resumed run writes them again. On the wall clock,
+    tasks that began after the checkpoint are marked lost:restart.
+    """
+    section, folder = saved.section, saved.folder
+    # a stop evaluates the model after its checkpoint, as the run had not done without it
+    measured, version = section["record"]["evaluated_version"], section["coordinator"]["version"]
+    most = max(measured, version - 1) if saved.restarts else measured
+    metrics, rows = read_table(folder / METRICS), read_table(folder / CLIENTS)
+    header = [next(metrics, [])]
+    write_table(folder / METRICS, chain(filter(None, header), (row for row in metrics if int(row[0]) <= most)))
+    header = [next(rows, list(CLIENT_COLUMNS))]
+    write_table(folder / CLIENTS, chain(header, islice(rows, section["record"]["num_rows"]), lost))
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
@@ -317,7 +334,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
         roster.joins[client] = max(roster.joins[client], num)
     for merged in (*mended.before, mended.merged):
         coordinator.algorithm.merge.on_rollback(coordinator.state, merged)
-    record.lose(mended.num_lost)
+    record.lose(len(mended.lost))
     coordinator.restart()
 
 
@@ -330,6 +347,12 @@ def reopened(path: Path, warn: Callable[[str], None] = _log.warning) -> RunFolde
         BadInput: the folder does not contain a run.
         OSError: the folder cannot be written.
     """
+    _make_whole(path)
+    return RunFolder(path, (path / CONFIG).read_text(encoding="utf-8"), warn, new=False)
+
+
+def _make_whole(path: Path) -> None:
+    """Remove incomplete last rows and temporary files, which a killed process has left in a run folder."""
     for name in (CONFIG, *GROWING):
         if not (path / name).is_file():
             raise BadInput(f"resume: '{path}' is not a run folder: it has no {name}")
@@ -338,7 +361,6 @@ def reopened(path: Path, warn: Callable[[str], None] = _log.warning) -> RunFolde
             cut_incomplete_row(file)
     for place in (path, path / CHECKPOINTS):
         remove_leftovers(place)
-    return RunFolder(path, (path / CONFIG).read_text(encoding="utf-8"), warn, new=False)
 
 
 def go_on(run: Any, saved: SavedRun) -> None:
@@ -349,16 +371,18 @@ def go_on(run: Any, saved: SavedRun) -> None:
         check_privacy(saved, run.parts.experiment)
         # check before new seals are written, which would hide changes of sealed files
         altered = check_books(run.folder).findings
-        with restoring(saved):
+        _make_whole(run.folder)
+        run.record = RunRecord(None, run.parts.experiment.targets(), figures=run.figures())
+        with restoring(saved), run.norms.untouched(coordinator.state.values):
             mended = mend(saved)
-        run.writer = reopened(run.folder, run.progress.warn)
+            resume(saved, mended, coordinator, run.record)
+            run.evaluator.revive(section.get("metrics", {}))  # "metrics" is missing in checkpoints of earlier versions
+            # last, since the tables alone tell which merges are undone, and a resume may fail for its config
+            cut_back(saved, mended.lost)
+        run.writer = run.record.folder = reopened(run.folder, run.progress.warn)
         run.writer.signer = run.signer
     except OSError as error:
         raise BadInput(f"resume is '{run.folder}', where writing fails ({error}): make it writable") from error
-    run.record = RunRecord(run.writer, run.parts.experiment.targets(), figures=run.figures())
-    with restoring(saved), run.norms.untouched(coordinator.state.values):
-        resume(saved, mended, coordinator, run.record)
-        run.evaluator.revive(section.get("metrics", {}))  # "metrics" is missing in checkpoints of earlier versions
     if altered:
         run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
     # seal first: a process killed after it added a row, but before a seal, would leave a finished run with an extra row
@@ -381,7 +405,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
         cast(dict[str, Any], row)[UNDONE] = mended.merged
     run.writer.event(row)
     run.progress.follow(run.writer, run.folder)
-    run.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
+    run.progress.note(f"resumed from version {coordinator.state.version}; {len(mended.lost)} later tasks are lost")
 
 
 def missing(folder: Path, num_events: int) -> str:

@@ -10,6 +10,7 @@ import csv
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from raafl.core.hooks import RunHooks
 from raafl.errors import USER_ERRORS, BadInput, briefly
 from raafl.rng import undisturbed
-from raafl.runfolder.schema import SAMPLE_COLUMNS, SAMPLE_IMAGES, SAMPLES
+from raafl.runfolder.append_file import read_table, write_table
+from raafl.runfolder.schema import METRICS, SAMPLE_COLUMNS, SAMPLE_IMAGES, SAMPLES
 from raafl.runtime.lifecycle.checkpointer import cause
 from raafl.runtime.lifecycle.export import tokenizer_of
 from raafl.submodel import FlatTensors
@@ -54,14 +56,19 @@ class SampleRecorder(RunHooks):
                 pixels_of(inputs)
 
     def opened(self) -> None:
-        """Remove rows of versions after the checkpoint from which a run is resumed."""
-        path, version = self._path, self._run.parts.coordinator.state.version
+        """Continue from the checkpoint from which a run is resumed: remove later rows, and count the evaluations before it."""
+        path, version = self._path, self._run.record.evaluated_version
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["version"]) <= version]
-            self._num_evaluations = len({row["version"] for row in kept} - {"0"}) * self._options.every
-            path.unlink()
-            self._write(kept)
+                kept = [
+                    [row[name] for name in SAMPLE_COLUMNS]
+                    for row in csv.DictReader(file)
+                    if int(row["version"]) <= version
+                ]
+            write_table(path, [SAMPLE_COLUMNS, *kept])
+            # of each second evaluation the rows here do not tell whether one has passed since
+            measured = islice(read_table(self._run.folder / METRICS), 1, None)
+            self._num_evaluations = sum(row[0] != "0" for row in measured)
 
     def start(self) -> None:
         """Record the samples of a new run's first model."""

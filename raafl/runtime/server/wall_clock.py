@@ -175,6 +175,7 @@ class Server(Driver):
             self._handle(Lost(client.id, RESTART, client.incarnation), self.now)
         if self._evaluator is not None:
             self._evaluator.start()
+            self._evaluate_again()
         for session in self.sessions.values():
             session.start()
         if not self.coordinator.started:

@@ -14,18 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from raafl.config.parse import parse
+from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import write_table
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.journal import FolderLock
-from raafl.runtime.lifecycle.resume import SavedRun, load, mend
+from raafl.runtime.lifecycle.resume import SavedRun, after_restart, cut_back, leave_note, load, mend
 from raafl.runtime.replay import replay
+from raafl.runtime.run import simulate
 from raafl.watch.state import follow
 from tests.helpers import forkserver
 from tests.helpers.crash import crashed, simulated
 from tests.helpers.forked_command import command, wait_for
+from tests.helpers.small_runs import experiment
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -273,15 +277,16 @@ def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
     header = ["client", "outcome", "merged_version", "assignment"]
     table = ([str(number % 9), "merged", str(number), str(number)] for number in range(1, num + 1))
     write_table(tmp_path / "clients.csv", chain([header], table))
-    record = {"num_rows": kept, "num_events": kept + 1}
+    record = {"num_rows": kept, "num_events": kept + 1, "evaluated_version": 100}
     section = {"runtime": "simulated", "coordinator": {"version": kept, "last_id": kept}, "record": record}
     tracemalloc.start()
     try:
-        mended = mend(SavedRun(tmp_path, {}, section))
+        mended = mend(saved := SavedRun(tmp_path, {}, section))
+        cut_back(saved, mended.lost)
         assert tracemalloc.get_traced_memory()[1] < 3 * 2**20
     finally:
         tracemalloc.stop()
-    assert (mended.last_id, mended.num_lost, mended.num_missing, mended.joins) == (num, 0, 0, {7: 3})
+    assert (mended.last_id, mended.lost, mended.num_missing, mended.joins) == (num, [], 0, {7: 3})
     assert mended.merged == [(number % 9, number) for number in range(kept + 1, num + 1)]
     assert rows(tmp_path / "clients.csv")[-1][3] == str(kept) and len(rows(tmp_path / "clients.csv")) == 1 + kept
     assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "100"]
@@ -293,9 +298,10 @@ def test_merges_that_a_crash_has_undone_count_until_a_checkpoint_has_counted_the
     def mended(tasks, num_rows, num_events):
         with (tmp_path / "clients.csv").open("a", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(tasks)
-        record = {"num_rows": num_rows, "num_events": num_events}
+        record = {"num_rows": num_rows, "num_events": num_events, "evaluated_version": 0}
         section = {"runtime": "distributed", "coordinator": {"version": 2, "last_id": 2}, "record": record}
-        found = mend(SavedRun(tmp_path, {}, section))
+        found = mend(saved := SavedRun(tmp_path, {}, section))
+        cut_back(saved, found.lost)
         row = {"event": "resumed", "kept": num_events, "undone": found.merged}
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -308,6 +314,77 @@ def test_merges_that_a_crash_has_undone_count_until_a_checkpoint_has_counted_the
     assert mended([(2, "merged", 3)], 2, 10) == ([[(1, 3), (1, 4)]], [(2, 3)])
     assert mended([(3, "merged", 3), (3, "merged", 4)], 3, 14) == ([], [(3, 4)])
     assert mended([], 2, 10) == ([[(1, 3), (1, 4)], [(2, 3)], [(3, 4)]], [(3, 3)])  # the checkpoint of 14 is damaged
+
+
+class StopAt(RunHooks):
+    """Interrupts a run, as Ctrl-C does, after a version."""
+
+    def __init__(self, version):
+        self.version, self.now = version, 0
+
+    def on_merged(self, version, now, seconds):
+        self.now = version
+
+    def stop_asked(self):
+        return "interrupted" if self.now >= self.version else None
+
+
+def stopped(version: int, *options: str) -> None:
+    parsed = parse("simulate", ["--progress=quiet", *options])
+    assert simulate(parsed.experiment, parsed.config_yaml, StopAt(version))[0]["finished"] == "interrupted"
+
+
+TORN = {"clients.csv": b"3,7,1", "metrics.csv": b"1", "events.jsonl": b'{"time_s":0.1,"eve', "seals.jsonl": b'{"at":1'}
+
+
+def test_a_run_that_was_stopped_and_whose_files_end_in_torn_rows_ends_as_if_it_had_not_been(tmp_path):
+    """The stop measures the model out of turn; a power failure, or a kill on a full disk, leaves the beginnings of rows."""
+    options = ("--config", CONFIG, *SMALL, "--algorithm=fed_async", "--max_updates=17", "--eval_every=3")
+    options += ("--samples.predictions=1", "--samples.every=2")
+    simulated(*options, f"--output={tmp_path / 'whole'}")
+    cut = tmp_path / "cut"
+    stopped(8, *options, f"--output={cut}")
+    assert [row[0] for row in rows(cut / "metrics.csv")] == ["version", "0", "3", "6", "8"]
+    for name, row in TORN.items():
+        with (cut / name).open("ab") as file:
+            file.write(row)
+    simulated("--resume", str(cut))
+    assert metric_rows(cut) == metric_rows(tmp_path / "whole")
+    for name in ("clients.csv", "samples.csv"):
+        assert rows(cut / name) == rows(tmp_path / "whole" / name)
+    assert replay(cut)["equal"] is True
+
+
+def test_merges_undone_by_a_crash_are_still_known_after_a_resume_that_failed(tmp_path):
+    """Rows of clients.csv alone tell them, so that these stay until the run goes on."""
+    write_table(tmp_path / "metrics.csv", [["version"], ["0"], ["1"], ["2"], ["3"]])
+    write_table(tmp_path / "clients.csv", [["client", "outcome", "merged_version"], [1, "merged", 1], [2, "merged", 2]])
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "run"}) + "\n")
+    record = {"num_rows": 1, "num_events": 10, "evaluated_version": 1}
+    section = {"runtime": "distributed", "coordinator": {"version": 3, "last_id": 2}, "record": record}
+    saved = SavedRun(tmp_path, {}, section)
+    assert [mend(saved).merged for _ in range(2)] == [[(2, 2)], [(2, 2)]]
+    cut_back(saved, [])
+    assert mend(saved).merged == []
+    # version 3, at the checkpoint, is measured again: its metrics were not there yet
+    assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "1", "2"]
+
+
+def test_a_restart_by_torchrun_never_takes_up_an_earlier_run(tmp_path, monkeypatch):
+    """The first attempt dies before it has a folder; the note in runs/.torchrun is of yesterday's run of the same id."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    yesterday = tmp_path / "yesterday"
+    (yesterday / "checkpoints").mkdir(parents=True)
+    (yesterday / "checkpoints" / "version-000003.ckpt").touch()
+    leave_note(yesterday)
+    made = experiment(tmp_path / "today")
+    for attempt in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        begun = after_restart(made)
+        assert begun.resume is None and begun.output in (None, made.output)
+    leave_note(yesterday)
+    assert after_restart(made).resume == str(yesterday)
 
 
 @pytest.fixture(scope="module")
@@ -350,11 +427,14 @@ def test_a_checkpoint_that_somebody_altered_is_refused_in_a_line(tmp_path, inter
     else:
         place[where[-1]] = value
     torch.save(content, file)
+    before = contents(folder)
     with pytest.raises(
         BadInput, match=rf"^resume: the last checkpoint .* was altered \(.*{re.escape(says)}.*: use an"
     ) as refused:
         simulated("--resume", str(folder))
     assert "\n" not in str(refused.value)
+    # tables are cut back last, so that a resume that fails loses nothing
+    assert where[:2] == ("clock", "heap") or contents(folder) == before
 
 
 def test_a_link_below_the_top_of_a_folder_may_only_stay_in_it(tmp_path, interrupted):

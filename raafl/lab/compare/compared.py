@@ -253,7 +253,8 @@ class Sweep:
                 eval_every=self.eval_every,
             )
         except BadInput as error:  # rename the comparison's fields in the message to those of the sweep's file
-            said = str(error).replace("search.grid.--", "fields.").replace("search.seeds", "trial_seeds")
+            said = str(error).replace("search.grid.--", "fields.").replace("search.grid", "fields")
+            said = said.replace("search.seeds", "trial_seeds")
             raise BadInput(said.replace("search.", "")) from None
 
     @property

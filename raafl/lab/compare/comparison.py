@@ -22,6 +22,11 @@ SAMPLERS = ("tpe", "random", "gp")
 PRUNERS = ("halving", "median")
 _log = logging.getLogger(__name__)
 _HOLDOUT = 0.1
+_SET_FOR_EACH_RUN = {
+    "--seed": "give seeds, and search.seeds for trials",
+    "--output": "choose the comparison's folder by its own --output",
+    "--resume": "leave it out, the same command continues",
+}
 _OF_A_RUN = {"model", "data", "algorithm"}  # sections of a run's config, which a comparison must not contain
 
 
@@ -245,6 +250,9 @@ class Comparison:
         check_folder_name(self.name)
         at_least("smooth", self.smooth, 1)
         self._check_distance()
+        for place, names in self._names_by_place():
+            if mine := sorted(names & _SET_FOR_EACH_RUN.keys()):
+                raise BadInput(f"{place} has {mine[0]}, which has no effect there: {_SET_FOR_EACH_RUN[mine[0]]}")
         if not self.rows:
             raise BadInput("rows is empty: give at least one row, LABEL: OPTIONS")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -254,6 +262,14 @@ class Comparison:
                 raise BadInput(f"{name} is '{label}', which is no row: {nearest(label, self.rows)}")
         if self.search is not None:
             self.search.check(list(self.rows), self.seeds)
+
+    def _names_by_place(self) -> list[tuple[str, set[str]]]:
+        """List the words of options in each field of the comparison that has some, without values that follow an equals sign."""
+        search = self.search
+        more = [] if search is None else [("search.options", search.options), ("search.grid", tuple(search.grid))]
+        more += [] if search is None else [(f"search.rows.{label}", tuple(own)) for label, own in search.rows.items()]
+        places = [("options", self.options), *((f"rows.{label}", own) for label, own in self.rows.items()), *more]
+        return [(place, {str(word).partition("=")[0] for word in options}) for place, options in places]
 
     def _check_distance(self) -> None:
         """Check that ``eval_every`` is set once for all rows, in seconds or samples; raise `BadInput` otherwise."""
@@ -267,10 +283,8 @@ class Comparison:
                 f"eval_every is {self.eval_every}: versions of two rows are not the same training; give seconds such as 10s, "
                 "or samples such as '5000 samples'"
             )
-        places = [("options", self.options), *((f"rows.{label}", own) for label, own in self.rows.items())]
-        places += [] if self.search is None else [("search.options", self.search.options)]
-        for place, options in places:
-            if any(word.partition("=")[0] == "--eval_every" for word in options):
+        for place, names in self._names_by_place():
+            if "--eval_every" in names:
                 raise BadInput(f"{place} has --eval_every, and the comparison has eval_every: give one of them")
 
     @property

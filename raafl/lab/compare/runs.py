@@ -182,14 +182,20 @@ def _named_files(fields: Mapping[str, Any]) -> list[Path]:
     if isinstance(devices, list):
         found |= {Path(row["recorded"]) for row in devices if isinstance(row, dict) and row.get("recorded")}
     for name in _class_paths(fields):
-        module = name.rpartition(".")[0]
-        if (
-            module
-            and module.partition(".")[0] not in _OF_RAAFL
-            and (spec := importlib.util.find_spec(module)) is not None
-        ):
-            found |= {Path(spec.origin)} if spec.origin and Path(spec.origin).is_file() else set()
+        if name.partition(".")[0] not in _OF_RAAFL:
+            found |= _file_with(name.rpartition(".")[0])
     return sorted(found)
+
+
+def _file_with(name: str) -> set[Path]:
+    """Return the file of a module, or of the module that has a class of that name; none for what has no file."""
+    if not name:
+        return set()
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # the name of a class, in which another class is
+        return _file_with(name.rpartition(".")[0])
+    return {Path(spec.origin)} if spec is not None and spec.origin and Path(spec.origin).is_file() else set()
 
 
 def _class_paths(value: object) -> Iterator[str]:

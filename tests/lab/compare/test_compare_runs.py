@@ -393,6 +393,17 @@ def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch
     assert len({before, slower, other, digest()}) == 4
 
 
+def test_the_file_of_a_class_within_a_class_is_part_of_a_runs_digest(tmp_path, monkeypatch):
+    module = tmp_path / "nested_of_compare.py"
+    module.write_text("import model_zoo\n\nclass Outer:\n    class Net(model_zoo.MLP):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert runs._named_files({"model": {"class_path": "nested_of_compare.Outer.Net"}}) == [module]
+    options = ("--model", "nested_of_compare.Outer.Net", "--model.in_features", "64", "--model.num_classes", "10")
+    (run,) = runs.resolve("quickstart", "A", (*options, "--model.hidden", "[16]"), [0])
+    module.write_text(module.read_text() + "\n")
+    assert runs.resolve("quickstart", "A", (*options, "--model.hidden", "[16]"), [0])[0].digest != run.digest
+
+
 def test_the_file_of_a_trainers_function_is_part_of_a_runs_digest(tmp_path, monkeypatch):
     module = tmp_path / "trainer_of_compare.py"
     module.write_text("def make_trainer(): ...\n")

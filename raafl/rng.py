@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -138,9 +138,10 @@ class RngStream:
 
     def __enter__(self) -> None:
         """Save the global random state, and set that of this stream."""
-        # no stream is used within another, so an interrupt has kept this thread from giving back its last one
-        while self._in_use._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks it
-            self._in_use.release()
+        # no stream is used within another; if this thread has the lock, an interrupt has kept it from being released
+        with suppress(RuntimeError):  # raised once this thread does not have it
+            while True:
+                self._in_use.release()
         self._in_use.acquire()
         try:
             self._outer = self._states()

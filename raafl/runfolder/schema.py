@@ -72,7 +72,8 @@ class JournalRow(TypedDict, total=False):
     - timer: a timer of the method went off; stop: the run was asked to end;
     - away: the connection of a working client broke; back: it was restored;
     - gap: ``rows`` rows are missing here, since they could not be written;
-    - resumed: the run was resumed, and only the first ``kept`` events still count.
+    - resumed: the run was resumed, and only the first ``kept`` events still count; ``undone`` has client id and model
+      version of each update whose merge that has undone.
 
     ``incarnation`` is the number of times that the client had joined before, ``fingerprint`` a digest of an update's
     tensors, and ``refusal`` the reason why an update was refused.
@@ -108,6 +109,7 @@ class JournalRow(TypedDict, total=False):
     seed: int
     assigned_s: float
     pace_s: float
+    undone: list[tuple[int, int]]
     extra: object
     assignment: int
     refusal: str | None

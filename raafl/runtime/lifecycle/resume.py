@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from raafl.atomic_file import remove_leftovers
 from raafl.core.coordinator import Coordinator
@@ -254,10 +254,6 @@ def _note() -> Path:
     return Path("runs") / ".torchrun" / name
 
 
-UNDONE = "undone"
-"""Key in the journal's row of a restart: client id and model version of each update whose merge it has undone."""
-
-
 @dataclass(frozen=True)
 class Mended:
     """Result of `mend`: what the files of a run have after its last checkpoint, to which `cut_back` cuts its tables."""
@@ -301,7 +297,7 @@ def mend(saved: SavedRun) -> Mended:
 
 def undone_in(row: JournalRow) -> list[tuple[int, int]]:
     """Return client id and model version of each update whose merge was undone by the restart in a row of the journal."""
-    return [(int(client), int(version)) for client, version in cast(dict[str, Any], row).get(UNDONE, ())]
+    return [(int(client), int(version)) for client, version in row.get("undone", ())]
 
 
 def cut_back(saved: SavedRun, lost: list[list[str]]) -> None:
@@ -402,7 +398,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
     }
     if saved.restarts and mended.merged:
         # clients.csv lists these merges no more: should the server crash again before its next checkpoint, they count still
-        cast(dict[str, Any], row)[UNDONE] = mended.merged
+        row["undone"] = mended.merged
     run.writer.event(row)
     run.progress.follow(run.writer, run.folder)
     run.progress.note(f"resumed from version {coordinator.state.version}; {len(mended.lost)} later tasks are lost")

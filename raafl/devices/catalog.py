@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.devices.checks import LEAST_PERIOD_S
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -77,6 +79,8 @@ Windows = tuple[tuple[float, float], ...]
 PRESENCES = ("always", "diurnal", "markov", "leaves")
 
 DAY_S = 86400.0
+MOST_DRAWN_S = 1e10
+"""Largest mean number of seconds (300 years) of a stay or an absence that is drawn."""
 _STAYS = 32  # number of on-off cycles in the availability of a markov device, which then repeats
 
 
@@ -142,7 +146,7 @@ def presence(
     windows, at = [], 0.0 if rng.uniform() < on_s / (on_s + away_s) else float(rng.exponential(away_s))
     for _ in range(_STAYS):
         stop = at + float(rng.exponential(on_s))
-        windows.append((at, stop))
+        windows += [(at, stop)] if stop > at else []  # equal by rounding, if on_s is tiny beside the time
         at = stop + float(rng.exponential(away_s))
     return tuple(windows), at
 
@@ -164,8 +168,10 @@ def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_wi
     for name, value, needed in (("on_s", on_s, True), ("off_s", off_s, kind == "markov")):
         if value is None and needed:
             problems.append(f"{name} is not given; presence {kind} needs it, in seconds")
-        elif value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+        elif value is not None and not (isinstance(value, int | float) and LEAST_PERIOD_S <= value <= MOST_DRAWN_S):
+            problems.append(
+                f"{name} is {value!r}; it must be a number of seconds, {LEAST_PERIOD_S:g} to {MOST_DRAWN_S:g}"
+            )
     if kind == "diurnal" and not problems and off_s is None and on_s is not None and on_s >= DAY_S:
         problems.append(f"on_s is {on_s!r}, a day or more; give less, or off_s as well")
     if kind == "leaves" and off_s is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -140,26 +139,16 @@ def values(row: object, known: Iterable[str]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "") -> None:
-    """Write entries as a YAML device file; fields that are None are left out.
+    """Write entries as a YAML device file, so that `load_devices` reads the same numbers; fields that are None are left out.
 
     Raises:
         OSError: the file cannot be written.
     """
-    lines = [f"# {line}" for line in comment.splitlines()] + ["devices:"]
-    for row in rows:
-        fields = [f"{key}: {_text(value)}" for key, value in row.items() if value is not None]
-        lines += [f"- {fields[0]}", *(f"  {field}" for field in fields[1:])]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    import yaml
 
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return ".inf" if value == math.inf else f"{value:.4e}"
-    if isinstance(value, str):
-        import json
-
-        return json.dumps(value)
-    return str(value)
+    said = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    text = yaml.safe_dump({"devices": said}, sort_keys=False, default_flow_style=None, width=1000, allow_unicode=True)
+    path.write_text("".join(f"# {line}\n" for line in comment.splitlines()) + text, encoding="utf-8")
 
 
 def num_devices(devices: str | Iterable[Any]) -> int:

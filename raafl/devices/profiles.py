@@ -288,7 +288,7 @@ class Device(Profile):
             from raafl.devices.recordings import load
 
             devices = load(self.recorded)
-            own |= devices[number % len(devices)].fields(self.repeat_s)
+            own |= devices[number % len(devices)].fields(self)
         return Profile(**own)
 
 

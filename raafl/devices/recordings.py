@@ -37,21 +37,20 @@ class Recording:
     # changes of availability as pairs `[seconds, whether available]`
     states: list[tuple[float, bool]] = field(default_factory=list)
 
-    def fields(self, repeat_s: float | None) -> dict[str, Any]:
-        """Convert the recording to fields of `Profile`.
-
-        `repeat_s`: seconds after which the recording starts again; None = its last values stay.
+    def fields(self, device: Any) -> dict[str, Any]:
+        """Convert the recording to fields of the profile of ``device``, whose ``repeat_s`` is None where its last values stay.
 
         Raises:
             ValueError: the recording is longer than ``repeat_s``, or the device is never available.
         """
+        repeat_s: float | None = device.repeat_s
         if repeat_s is not None and self.last_s >= repeat_s:
             raise ValueError(
                 f"has a row at {self.last_s:g} s but repeat_s is {repeat_s:g}; give a larger repeat_s, or a shorter "
                 "file"
             )
         found: dict[str, Any] = {name: tuple(pairs) for name, pairs in self.series.items()}
-        if not self.series:
+        if not self.series and all(getattr(device, name) is None for name in CHANGES):
             found["repeat_s"] = None  # repetition applies to speed factors only
         if not self.states:
             return found
@@ -80,7 +79,7 @@ def problems(device: Any) -> list[str]:
     shown = f"recorded is {device.recorded!r}"
     try:
         recordings = load(device.recorded)
-        found = [recording.fields(device.repeat_s) for recording in recordings]
+        found = [recording.fields(device) for recording in recordings]
     except ValueError as error:
         return [f"{shown}, which {error}"]
     given = {name for one in found for name, value in one.items() if value is not None and name != "period_s"}
@@ -118,6 +117,8 @@ def _read(path: str, _changed_ns: int, _size: int) -> tuple[Recording, ...]:
                 raise ValueError(f"has the columns {', '.join(names)[:80]!r}; it must have {_NEEDED}")
             found: dict[str, Recording] = {}
             for row in rows:
+                if any(row.get(None, ())):  # a decimal comma, for instance, moves all cells behind it
+                    raise ValueError(f"has more cells than columns in line {rows.line_num}; write one for each column")
                 recording = found.setdefault(row.get("device") or "", Recording())
                 _add(recording, row, f"line {rows.line_num}")
     except UnicodeDecodeError as error:
@@ -143,7 +144,10 @@ def _add(recording: Recording, row: Mapping[str, Any], where: str) -> None:
             )
             recording.series.setdefault(name, []).append((at_s, factor))
     if row.get("available"):
-        recording.states.append((at_s, bool(_number(row, "available", where, 0, 1, "1 or 0"))))
+        available = _number(row, "available", where, 0, 1, "1 or 0")
+        if not available.is_integer():
+            raise ValueError(f"has available {row['available']!r} in {where}; write 1 or 0")
+        recording.states.append((at_s, bool(available)))
 
 
 def _number(row: Mapping[str, Any], column: str, where: str, least: float, most: float, wanted: str) -> float:

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -53,6 +54,17 @@ def test_names_work_in_files(tmp_path):
     assert phones.speed_changes == ((10.0, 0.5), (20.0, 1.0)) and phones.seed == 5
     write_rows(tmp_path / "d.yaml", [{"name": "x: y", "flops_per_s": 1.5e9, "up_bytes_per_s": math.inf}], "a\nb")
     assert load_devices(tmp_path / "d.yaml") == [Device("x: y", flops_per_s=1.5e9)]
+
+
+def test_a_file_has_the_numbers_that_were_written_to_it(tmp_path):
+    """A period rounded to five digits would end before its last window, and `inf` is a text in YAML."""
+    first = Profile("a", 1.23456789e9, availability=((0.0, 10.0), (20.0, 123454.0)), period_s=123454.0, latency_s=1e-17)
+    second = Profile(
+        "b", 2e17, availability=((5.0, math.inf),), speed_changes=((0.0, 1 / 3), (7.0, 1e-6)), repeat_s=1e8 / 3
+    )
+    rows = [{field.name: getattr(one, field.name) for field in fields(Profile)} for one in (first, second)]
+    write_rows(tmp_path / "d.yaml", rows)
+    assert [device.profile for device in load_devices(tmp_path / "d.yaml")] == [first, second]
 
 
 def test_names_and_drawn_devices_work_in_a_config_and_survive_its_own_yaml(tmp_path):
@@ -147,6 +159,14 @@ def test_markov_devices_come_and_go_at_the_given_rates_each_in_its_own_way():
     assert statistics.mean(p.available(1234.5) for p in profiles) == pytest.approx(2 / 3, abs=0.1)
 
 
+@pytest.mark.parametrize("presence", ["diurnal", "markov", "leaves"])
+def test_hours_at_the_bounds_are_hours(presence):
+    for on_s, off_s in ((1e-3, 1e10), (1e10, 1e-3), (1e10, 1e10), (1e-3, 1e-3)):
+        times = {"on_s": on_s} if presence == "leaves" else {"on_s": on_s, "off_s": off_s}
+        for profile in Device("x", flops_per_s=1e9, presence=presence, count=50, **times).profiles():
+            assert profile.available(0.0) or 0.0 < profile.next_change_s(0.0) < math.inf
+
+
 def test_a_device_that_leaves_never_comes_back():
     (profile,) = Device("x", flops_per_s=1e9, presence="leaves", on_s=50.0).profiles()
     gone_s = profile.next_change_s(0.0)
@@ -161,6 +181,9 @@ def test_a_device_that_leaves_never_comes_back():
         ({"presence": "diurnal"}, "on_s is not given"),
         ({"presence": "diurnal", "on_s": 90000.0}, "a day or more"),
         ({"presence": "leaves", "on_s": -1.0}, "on_s is -1.0"),
+        ({"presence": "leaves", "on_s": 1e15}, "on_s is 1000000000000000.0; it must be a number of seconds, 0.001"),
+        ({"presence": "diurnal", "on_s": 1e-9, "off_s": 1.0}, "on_s is 1e-09"),
+        ({"presence": "markov", "on_s": 1.0, "off_s": 1e12}, "off_s is 1000000000000.0"),
         ({"on_s": 5.0}, "presence is 'always'"),
         ({"presence": "markov", "on_s": 1.0, "off_s": 1.0, "availability": ((0, 1),)}, "availability is given"),
         ({"seed": -1}, "seed is -1"),

@@ -42,6 +42,12 @@ def test_states_become_windows(tmp_path, rows, repeat_s, windows, period_s):
     assert (profile.availability, profile.period_s, profile.repeat_s) == (windows, period_s, None)
 
 
+def test_changes_of_a_devices_own_repeat_beside_recorded_hours(tmp_path):
+    file = csv_file(tmp_path, "time_s,available\n0,1\n5,0\n8,1\n")
+    profile = Device("x", flops_per_s=1e9, recorded=file, link_changes=((0, 1), (5, 0.5)), repeat_s=10).profile
+    assert (profile.availability, profile.period_s, profile.repeat_s) == (((0, 5), (8, 10)), 10, 10)
+
+
 def test_each_client_takes_the_next_device_of_a_file(tmp_path):
     file = csv_file(tmp_path, "device,time_s,speed\na,0,0.5\nb,0,0.25\na,10,1\n")
     found = assign([Device("x", flops_per_s=1e9, recorded=file, count=3)], 3)
@@ -91,6 +97,8 @@ def test_flashs_states_become_a_file_of_devices(tmp_path):
         ("time_s,speed\n0,fast\n", {}, "has speed 'fast' in line 2; write a factor above 0"),
         ("time_s,speed\n0,0\n", {}, "has speed '0' in line 2"),
         ("time_s,speed\n5,1\n5,2\n", {}, "has time_s 5 in line 3 after 5; write increasing seconds"),
+        ("time_s,available\n0,0.5\n", {}, "has available '0.5' in line 2; write 1 or 0"),
+        ("time_s,speed\n0,1,\n0,5,1\n", {}, "has more cells than columns in line 3"),
         ("time_s,available\n0,0\n", {}, "has a device that is never available"),
         ("time_s,speed\n5,1\n", {"repeat_s": 5.0}, "has a row at 5 s but repeat_s is 5"),
         ("time_s,speed\n5,1\n", {"speed_changes": ((1, 2),)}, "speed_changes is given as well"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     with quick_imports():
         from raafl.config.parse import load_run
         from raafl.devices.files import write_rows
-        from raafl.lab.plan.calibrate import MOST_FITTED, calibrate, check, device_rows, read_real
+        from raafl.lab.plan.calibrate import MOST_FITTED, calibrate, check, device_rows, profiles_of, read_real
 
     base = None if own.base is None else _base(own.base)
 
@@ -73,13 +73,13 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
     run = real(own.run)
     fits = calibrate(run, own.tasks or MOST_FITTED)
-    profiles = [fit.profile(run.clients[client].profile) for client, fit in sorted(fits.items())]
+    profiles = profiles_of(run, fits)
     said = [_said(fit) for _, fit in sorted(fits.items())]
     comment = f"Calibrated by `raafl calibrate` from {quantity(len(run.tasks), 'task')} of {own.run}.\n" + "\n".join(
         said
     )
     try:
-        write_rows(output, device_rows(profiles), comment)
+        write_rows(output, device_rows(profiles.values()), comment)
     except OSError as error:
         raise BadInput(
             f"output is '{output}', which cannot be written ({error.strerror}): name another file"
@@ -119,7 +119,7 @@ def _said(fit: Fit) -> str:
     )
 
 
-def _table(run: RealRun, fits: dict[int, Fit], profiles: Sequence[Profile], width: int, terminal: bool) -> str:
+def _table(run: RealRun, fits: dict[int, Fit], profiles: Mapping[int, Profile], width: int, terminal: bool) -> str:
     from raafl.lab.plan.show import table
 
     names = [
@@ -134,14 +134,14 @@ def _table(run: RealRun, fits: dict[int, Fit], profiles: Sequence[Profile], widt
         "first task",
     ]
     rows = []
-    for (client, fit), profile in zip(sorted(fits.items()), profiles, strict=True):
+    for client, fit in sorted(fits.items()):
         first = "-" if fit.warm_up_s is None else f"{fit.warm_up_s:+.3g} s"
         rows.append(
             [
                 str(client),
                 str(fit.num_fitted),
                 str(fit.num_held_out),
-                f"{profile.flops_per_s / 1e9:.4g}",
+                f"{profiles[client].flops_per_s / 1e9:.4g}",
                 f"{fit.overhead_s:.3g}",
                 f"{fit.jitter:.3g}",
                 _percent(fit.task_error),
@@ -171,9 +171,9 @@ def _warnings(run: RealRun, fits: dict[int, Fit]) -> list[str]:
             f"the error is unknown for client {', '.join(short[:20])}: it has too few tasks; let it finish three or "
             "more"
         )
-    missing = [str(client) for client in sorted(run.clients) if client not in fits]
+    missing = [str(info.id) for info in run.world.clients if info.id not in fits]
     if missing:
-        found.append(f"no profile is written for client {', '.join(missing[:20])}, which finished no task")
+        found.append(f"client {', '.join(missing[:20])} finished no task: the file has the profile of the run for it")
     return found
 
 

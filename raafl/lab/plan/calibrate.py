@@ -20,6 +20,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import SelectContext
 from raafl.core.restoring import assignment_from_json, client_from_json
 from raafl.core.types import Assignment, ClientInfo, Work
+from raafl.devices.checks import LEAST_FACTOR, MOST_FACTOR
 from raafl.devices.profiles import Device, Profile
 from raafl.errors import BadInput
 from raafl.lab.plan.dry import World, predict
@@ -33,6 +34,7 @@ _SPREAD = 1.25
 _OUTLIER = 5.0
 """A task that takes this many times what the fit says is left out of it: the machine slept, or was swapped out."""
 _ROUNDING_S = 1e-4
+_GIVE_BASE = "give --base FILE, a file that `raafl plan --measure FILE` wrote"
 
 Numbers = npt.NDArray[np.float64]
 
@@ -103,7 +105,14 @@ class Fit:
         """Return a device profile that shows methods the declared speeds, while tasks take as long as the fit predicts.
 
         So a simulation repeats a real run in which methods chose tasks by the declared speeds.
+
+        Raises:
+            BadInput: the declared speed is too far from the real one for a profile to say so.
         """
+        if not LEAST_FACTOR <= 1 / self.slowdown <= MOST_FACTOR:
+            raise BadInput(
+                f"the profile of client {self.client} says {self.slowdown:.3g} times its real speed: {_GIVE_BASE}"
+            )
         return replace(
             declared,
             latency_s=declared.latency_s + self.overhead_s / 2,
@@ -249,10 +258,7 @@ def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
     compute = np.array([task.compute_s for task in tasks])
     real = np.array([max(task.seconds - task.link_s, _ROUNDING_S) for task in tasks])
     if not (compute > 0).all():
-        raise BadInput(
-            f"the profile of client {client} has no flops_per_s: give --base FILE, a file that `raafl plan "
-            "--measure FILE` wrote"
-        )
+        raise BadInput(f"the profile of client {client} has no flops_per_s: {_GIVE_BASE}")
     slowdown, overhead_s = _line(compute, real)
     sound = real <= _OUTLIER * (slowdown * compute + overhead_s)
     if sound.any() and not sound.all():
@@ -276,6 +282,19 @@ def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
     columns = np.stack([compute / real, 1 / real], axis=1)
     slope, intercept = map(float, np.linalg.lstsq(columns, np.ones(len(real)), rcond=None)[0])
     return (slope, intercept) if slope > 0 and intercept > 0 else alone
+
+
+def profiles_of(run: RealRun, fits: Mapping[int, Fit]) -> dict[int, Profile]:
+    """Return a profile for each client of a run, in order: that of the run, corrected where there is a fit.
+
+    A device file gives its entries to clients by their place, so no client may be left out.
+    """
+    found = {}
+    for info in run.world.clients:
+        declared = run.clients.get(info.id, info).profile
+        fit = fits.get(info.id)
+        found[info.id] = replace(declared, name=f"client-{info.id}") if fit is None else fit.profile(declared)
+    return found
 
 
 def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:

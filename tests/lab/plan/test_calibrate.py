@@ -3,15 +3,27 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from raafl.commands.cli import main
 from raafl.config.parse import parse
-from raafl.devices import Profile
-from raafl.devices.files import load_devices
+from raafl.core.types import ClientInfo
+from raafl.devices import Profile, assign
+from raafl.devices.files import load_devices, write_rows
 from raafl.errors import BadInput
-from raafl.lab.plan.calibrate import MOST_FITTED, Fit, TimedTask, calibrate, check, fit_tasks, read_real
+from raafl.lab.plan.calibrate import (
+    MOST_FITTED,
+    Fit,
+    TimedTask,
+    calibrate,
+    check,
+    device_rows,
+    fit_tasks,
+    profiles_of,
+    read_real,
+)
 from tests.helpers.real_ranks import ranks
 
 
@@ -88,6 +100,25 @@ class RunOf:
 def test_an_unlimited_speed_cannot_be_scaled():
     with pytest.raises(BadInput, match="the profile of client 1 has no flops_per_s: give --base FILE"):
         fit_tasks(1, tasks((0.0, 0.0, 1.0)))
+
+
+def test_a_client_without_a_task_keeps_its_place_in_the_file(tmp_path):
+    """Of clients 1 to 3, the second joined with a link of its own and finished no task."""
+    joined = {i: ClientInfo(i, 10, Profile("a100", 8e9, up_bytes_per_s=i)) for i in (1, 2)}
+    world = SimpleNamespace(clients=[ClientInfo(i, 10, Profile("a100", 4e9)) for i in (1, 2, 3)])
+    found = profiles_of(SimpleNamespace(world=world, clients=joined), {1: Fit(1, 2.0, 0.0, 0.0, 5)})
+    write_rows(tmp_path / "d.yaml", device_rows(found.values()))
+    profiles = assign(load_devices(tmp_path / "d.yaml"), 3)
+    assert [(one.name, one.flops_per_s, one.up_bytes_per_s, one.down_bytes_per_s) for one in profiles] == [
+        ("client-1", 4e9, 1, math.inf),
+        ("client-2", 8e9, 2, math.inf),
+        ("client-3", 4e9, math.inf, math.inf),
+    ]
+
+
+def test_a_declared_speed_beyond_all_bounds_needs_another_base():
+    with pytest.raises(BadInput, match=r"client 4 says 2e\+07 times its real speed: give --base FILE"):
+        Fit(4, 2e7, 0.0, 0.0, 5).slowed(Profile(flops_per_s=1e15))
 
 
 # ---- a real run ----

@@ -100,6 +100,17 @@ def apart(stack: Tensor) -> Sequence[Tensor]:
     return [part.clone() for part in stack.unbind(0)]
 
 
+_WRITING: frozenset[Any] = frozenset((F.batch_norm, F.instance_norm))
+"""Functions that write to their arguments: running statistics, without counting that as a change of the tensor."""
+
+
+def _write_back(stack: Tensor | None, parts: Sequence[Tensor] | None) -> None:
+    """Copy what a function has written to clients' aligned copies back to the stacked tensor."""
+    if stack is not None and parts is not None and parts[0]._base is None and not parts[0].requires_grad:
+        for own, part in zip(stack.unbind(0), parts, strict=True):
+            own.copy_(part)
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Stack the clients' tensors."""
     stack: Tensor = _Joined.apply(*parts)
@@ -144,7 +155,8 @@ def by_slices(
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
     with outside() as inside:
-        columns = [None if (stack := stack_of(leaf)) is None else apart(stack) for leaf in leaves]
+        stacks = [stack_of(leaf) for leaf in leaves]
+        columns = [None if stack is None else apart(stack) for stack in stacks]
         results, before = [], None if states is None else torch_state(device)
         for client in range(num):
             mine = [leaf if column is None else column[client] for leaf, column in zip(leaves, columns, strict=True)]
@@ -156,6 +168,8 @@ def by_slices(
                 states[client] = torch_state(device)
         if before is not None:
             set_torch_state(device, before)
+        for stack, column in zip(stacks, columns, strict=True) if function in _WRITING else ():
+            _write_back(stack, column)
         flat = [tree_flatten(result) for result in results]
         together = [
             inside(joined(parts)) if isinstance(parts[0], Tensor) else parts[0]

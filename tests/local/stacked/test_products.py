@@ -156,3 +156,17 @@ def test_a_loss_of_nothing_has_no_sign():
     """`F.nll_loss` subtracts from 0, so that certain predictions have the loss 0.0, whatever their sign."""
     for logs in (torch.zeros(3, 5), -torch.zeros(3, 5), torch.zeros(3, 1), -torch.zeros(3, 1)):
         assert not mode._losses_together(logs).signbit().any()
+
+
+@pytest.mark.parametrize("width", [4, 5], ids=["aligned", "copied to be aligned"])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_running_statistics_are_kept_wherever_they_lie(norm, width):
+    """Five values are 20 bytes: on a GPU, where tensors lie without gaps, every second client begins off a multiple of 16."""
+    (x,), (mean, variance) = stacks((3, 8, width, 2)), (torch.zeros(3, width), torch.ones(3, width))
+    alone = [(mean[0].clone(), variance[0].clone()) for _ in range(3)]
+    train = {"training" if norm is F.batch_norm else "use_input_stats": True}
+    vmap(lambda *own: _in_mode(lambda *given: norm(*given, **train), own, 3))(x, mean, variance)
+    for client, (own_mean, own_variance) in enumerate(alone):
+        norm(x[client], own_mean, own_variance, **train)
+        assert torch.equal(own_mean, mean[client]) and torch.equal(own_variance, variance[client])
+        assert not torch.equal(own_mean, torch.zeros(width))

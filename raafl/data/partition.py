@@ -24,6 +24,8 @@ from raafl.errors import BadInput, at_least, briefly
 
 _log = logging.getLogger(__name__)
 _MAX_TRIES = 100
+_EVEN_ALPHA = 1e300
+"""Concentration from which all shares are equal to the last bits; draws of a larger one would overflow."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -203,7 +205,10 @@ class Dirichlet(Partition):
     ) -> Ints:
         """Draw positions `(num_clients - 1,)` that split a class's samples; ``has_room`` None = no client is full."""
         shares = _proportions(self.alpha, num_clients, rng)
-        shares = shares if has_room is None else shares * has_room / np.sum(shares[has_room])
+        if has_room is not None:
+            # with a tiny alpha all who have room may have drawn 0: then they are alike
+            shares = np.where(has_room, shares if shares[has_room].sum() > 0 else 1.0, 0.0)
+            shares /= np.sum(shares[has_room])
         return np.floor(np.cumsum(shares)[:-1] * num_members).astype(np.int64)
 
 
@@ -377,7 +382,7 @@ def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[
 
 
 def _proportions(alpha: float, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    shares = rng.dirichlet(np.full(num_clients, alpha))
+    shares = rng.dirichlet(np.full(num_clients, min(alpha, _EVEN_ALPHA)))
     # with a tiny alpha all shares underflow to 0; in the limit one client has everything
     is_sound = np.isfinite(shares).all() and shares.sum() > 0.5
     return shares if is_sound else np.eye(num_clients)[rng.integers(num_clients)]

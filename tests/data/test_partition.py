@@ -64,8 +64,10 @@ def test_iid_sizes_differ_by_one():
     assert sorted(map(len, Iid().split(np.zeros(103, int), 10, 0))) == [10] * 7 + [11] * 3
 
 
-def test_large_alpha_approaches_iid():
-    parts = Dirichlet(1e6).split(LABELS, 10, 0)
+@pytest.mark.parametrize("alpha", [1e6, 1e308])
+def test_large_alpha_approaches_iid(alpha):
+    assert [len(part) for part in QuantitySkew(alpha).split(LABELS, 10, 0)] == [pytest.approx(100, abs=2)] * 10
+    parts = Dirichlet(alpha).split(LABELS, 10, 0)
     # 100 samples of each class cut in 10: a cut lies at most one sample away from even
     counts = np.array([np.bincount(LABELS[p], minlength=10) for p in parts])
     assert np.abs(counts - 10).max() <= 2
@@ -99,6 +101,16 @@ def test_capped_dirichlet_gives_no_further_class_to_a_client_with_its_equal_shar
         assert np.sum(labels < labels.max()) < 1000 / 5
     uncapped = Dirichlet(0.3).split(LABELS, 5, 0)
     assert max(map(len, parts)) < max(map(len, uncapped))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("alpha", [1e-3, 1e-9])
+def test_capped_dirichlet_of_a_tiny_alpha_goes_on_among_those_with_room(alpha):
+    """Where all of a class goes to a client without room, those with room get equal shares of it."""
+    for seed in range(10):
+        sizes = [len(part) for part in Dirichlet(alpha, capped=True).split(LABELS, 5, seed)]
+        # a class goes to clients below 200 samples, so that nobody has more than 199 + 100
+        assert sum(sizes) == 1000 and max(sizes) < 300
 
 
 def test_dirichlet_is_repaired_and_says_so_when_no_draw_will_do(caplog):

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 _MOST_UPDATES, _UPDATES_EACH = 400, 10
 _LEAST_AT_WORK = 2.0
 """Clients at work below which a buffer is left as it is: with so few it has one or two updates."""
+_LEAST_S = 1e-300
+"""Least seconds of an update: where tasks take no time, the numbers of updates alone decide."""
 _MOST_SLACK = 0.15
 """Largest share of a round's interval for which TimelyFL waits for late clients: 0.3 cost updates where times vary much."""
 
@@ -278,7 +280,7 @@ def choose(
             problems[label] = predicted.problem or predicted.note or "it was not measured on similar fleets"
         else:
             found[label] = predicted
-            scores[label] = predicted.update_s * needed[label]
+            scores[label] = max(predicted.update_s, _LEAST_S) * needed[label]
     if not scores:
         label, why = next(iter(problems.items()))
         raise BadInput(f"algorithm is auto, but none of the methods to choose from can run here; {label}: {why}")
@@ -323,7 +325,9 @@ def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) 
     promise = dict.fromkeys(found, math.inf)
     for task in {cell.task for cell in table.cells}:
         needed = replace(table, cells=[cell for cell in table.cells if cell.task == task]).updates(features)
-        times = {label: (one.update_s or math.inf) * needed[label] for label, one in found.items() if label in needed}
+        times = {
+            label: max(one.update_s or 0.0, _LEAST_S) * needed[label] for label, one in found.items() if label in needed
+        }
         for label, time in times.items():
             promise[label] = min(promise[label], time / min(times.values()))
     return promise

@@ -129,6 +129,12 @@ def test_waiting_costs_an_unequal_fleet_more_than_stale_updates(experiment):
     assert found == choose(experiment, table(FedBuff=100.0, FedAvg=100.0))
 
 
+def test_where_tasks_take_no_time_updates_alone_decide(experiment):
+    instant = replace(experiment, devices=[Device(flops_per_s=math.inf)], max_updates=200)
+    choice = choose(instant, table(FedBuff=200.0, FedAvg=100.0), share=0.1)
+    assert choice.candidate.method == "fed_avg" and choice.scores == {"FedAvg": 1.0, "FedBuff": pytest.approx(2.0)}
+
+
 def test_a_method_that_a_memory_does_not_fit_is_not_chosen(experiment):
     small = [Device(name="small", flops_per_s=1e8, memory_bytes=1.5e5)]
     found = choose(replace(experiment, devices=small), table(FedBuff=100.0, HeteroFL=1000.0))

@@ -117,8 +117,6 @@ def _read(path: str, _changed_ns: int, _size: int) -> tuple[Recording, ...]:
                 raise ValueError(f"has the columns {', '.join(names)[:80]!r}; it must have {_NEEDED}")
             found: dict[str, Recording] = {}
             for row in rows:
-                if any(row.get(None, ())):  # a decimal comma, for instance, moves all cells behind it
-                    raise ValueError(f"has more cells than columns in line {rows.line_num}; write one for each column")
                 recording = found.setdefault(row.get("device") or "", Recording())
                 _add(recording, row, f"line {rows.line_num}")
     except UnicodeDecodeError as error:
@@ -130,7 +128,9 @@ def _read(path: str, _changed_ns: int, _size: int) -> tuple[Recording, ...]:
     return tuple(found.values())
 
 
-def _add(recording: Recording, row: Mapping[str, Any], where: str) -> None:
+def _add(recording: Recording, row: Mapping[Any, Any], where: str) -> None:
+    if any(row.get(None, ())):  # a decimal comma, for instance, moves all cells behind it
+        raise ValueError(f"has more cells than columns in {where}; write one for each column")
     at_s = _number(row, "time_s", where, recording.last_s, MOST_S, "increasing seconds for each device, 0 or more")
     if at_s <= recording.last_s:
         raise ValueError(

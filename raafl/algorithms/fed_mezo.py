@@ -426,7 +426,7 @@ class Rebuilt(Merge):
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:
             return "bad-scalars"
-        if not scalars or len(scalars) < update.num_steps:
+        if len(scalars) < update.num_steps:
             return "missing-scalars"
         # each scalar costs the server three passes over the submodel, so their number is limited
         if len(scalars) > state.memory.of(Expected).value.get(update.client, math.inf):

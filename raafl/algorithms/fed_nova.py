@@ -11,12 +11,13 @@ a_i holds the weights of the gradients of a client's tau_i steps (section 3.1). 
 Choices that the paper leaves open:
 - Every client makes the steps that `train` and its data, or `submodel`, give it.
 - The client measures ||a_i||_1: it runs its optimizer on one scalar whose gradient is always 1, and divides the distance by the
-  learning rate of the first step. For SGD, momentum and the proximal term this gives the paper's sums, and it covers learning
-  rate schedules too. Adaptive optimizers are treated as SGD: tau_i.
+  learning rate of the first step. For SGD, momentum and the proximal term this gives the paper's sums, and it covers dampening
+  and learning rate schedules too. Adaptive optimizers are treated as SGD: tau_i.
 - Submodels: p_i and tau_eff of an element are over the clients that have it. Running statistics are averaged.
 - A client reports its own ||a_i||_1, and tau_eff multiplies everybody's updates; so a value counts as at most `LIMIT` times the
   lower median of its merge.
-- n sums over the clients of the round. With equal numbers of steps it equals FedAvg up to rounding.
+- n sums over the clients of the round that made a step; one whose batches were all skipped has no weight. With equal numbers
+  of steps it equals FedAvg up to rounding.
 - With a `buffer_size` it is asynchronous: K differences make a merge, each against the model that its client received, with
   weights p_i s(staleness), s = 1/sqrt(1 + staleness).
 """
@@ -127,7 +128,8 @@ class _Steps(Hook):
         options = self.task.optimizer.param_groups[0]
         lr, rho = float(options["lr"]), float(options.get("momentum", 0.0))
         gradient = 1.0 - self._prox * self._moved
-        self._velocity = rho * self._velocity + gradient
+        damped = gradient * (1.0 - float(options.get("dampening", 0.0))) if self._num else gradient
+        self._velocity = rho * self._velocity + damped if rho else gradient
         self._first = self._first or lr
         self._num += 1
         step = gradient + rho * self._velocity if options.get("nesterov") else self._velocity
@@ -155,17 +157,18 @@ class Normalised(Merge):
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse an update with the reason "bad-extra" unless its reported amount of work is a plausible positive number."""
+        """Refuse an update with the reason "bad-extra" unless its amount of work is plausible: positive, or 0 without steps."""
         done = update.extra.get(DONE)
-        return None if isinstance(done, float) and 1e-6 < done < 1e9 else "bad-extra"
+        is_idle = done == 0 and update.num_steps == 0
+        return None if isinstance(done, float) and (is_idle or 1e-6 < done < 1e9) else "bad-extra"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Divide the update by its amount of local work, in place, and add it to the sum."""
+        """Divide the update by its amount of local work, in place, and add it to the sum; without work it has no weight."""
         memory, done = state.memory.of(_NovaMemory), float(update.extra[DONE])
-        weight = (float(update.num_samples) if self.by_samples else 1.0) * self.staleness(staleness)
+        weight = (float(update.num_samples) if self.by_samples else 1.0) * self.staleness(staleness) if done else 0.0
         for name, tensor in update.tensors.items():
             if name in state.submodels.parameter_names:
-                tensor.div_(done)
+                tensor.div_(done or 1.0)
         Accumulator(state, memory).add(update.tensors, spec, weight)
         memory.done.append(done)
 
@@ -175,7 +178,7 @@ class Normalised(Merge):
         sums = Accumulator(state, memory)
         # clients report their own amounts of work: without this limit one client could make the step tau_eff
         # arbitrarily large
-        most = LIMIT * median_low(memory.done)
+        most = LIMIT * median_low([done for done in memory.done if done] or [0.0])
         covered, work = sums.cover(), sums.cover([min(done, most) for done in memory.done], "mixed")
         for is_parameter, flats in trained_pieces(state, sums.total, covered, work):
             for theta, total, weight, steps in chunks(*flats):

@@ -186,6 +186,8 @@ class _Steps(Hook):
 
     def finish(self) -> dict[str, Any]:
         """Write the change of the client's control variate, the mean gradient minus c_i, into the update."""
+        if not self._num_gradients:  # all batches were skipped: the variate stays
+            return {}
         for name, _ in self._named:
             self.task.up[CLIENT][name].copy_(
                 self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])

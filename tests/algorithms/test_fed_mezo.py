@@ -351,6 +351,14 @@ def test_scalars_that_make_no_sense_are_refused(extra, reason):
     assert Rebuilt().reject_reason(state, update, NOTHING, 0) == reason
 
 
+def test_an_update_of_a_skipped_task_has_no_scalars():
+    state = line_state()
+    update = Update(
+        1, 1, 0, FlatTensors.empty(state.submodels.layout(NOTHING, "trained")), 1, extra={SCALARS: pack([])}
+    )
+    assert Rebuilt().reject_reason(state, update, NOTHING, 0) is None
+
+
 def test_more_scalars_than_the_task_has_batches_are_refused():
     """Each one costs the server a draw of the model's size."""
     state = line_state()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from raafl.algorithms import fed_nova
+from raafl.core.types import Update
 from raafl.errors import BadInput
+from raafl.submodel import FULL, FlatTensors
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
-from tests.helpers.single_task import Slope, give, task_of, whole
+from tests.helpers.single_task import SkippingSlope, Slope, give, task_of, whole
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,17 @@ from tests.helpers.single_task import Slope, give, task_of, whole
 def test_how_much_a_client_has_done(momentum, prox, steps, done):
     _, update = task_of(fed_nova(prox=prox), Slope(momentum), {"line.weight": whole(8.0)}, steps)
     assert update.extra == {"done": done}
+
+
+class DampenedSlope(Slope):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5, dampening=0.75)
+
+
+def test_dampening_counts_from_the_second_step():
+    """The velocities are 1, 0.5 + 0.25 = 0.75, 0.375 + 0.25 = 0.625."""
+    _, update = task_of(fed_nova(), DampenedSlope(), {"line.weight": whole(8.0)}, 3)
+    assert update.extra == {"done": 2.375}
 
 
 def test_a_round_of_the_server():
@@ -45,12 +59,24 @@ def test_one_client_that_claims_to_have_done_very_much_does_not_carry_the_others
     assert coordinator.state.values["fc1.weight"].unique().tolist() == pytest.approx([34 * 4 / 3])
 
 
+def test_a_client_that_skipped_all_batches_has_no_weight_and_is_not_refused():
+    """d = 6 / 3, p = 1 and tau_eff = 3 of the client that has worked; a round in which none has leaves the model as it is."""
+    _, update = task_of(fed_nova(), SkippingSlope(), {"line.weight": whole(8.0)}, 3)
+    assert (update.extra, update.num_steps) == ({"done": 0.0}, 0)
+    coordinator = coordinator_for(fed_nova(), line_state(hidden=2), min_clients=2, num_clients=2)
+    tasks = assigned(join(coordinator, [1, 2]))
+    for done in (3.0, 0.0):
+        give(coordinator, tasks[1], 6.0 if done else 0.0, 1, {"done": done})
+        tasks = give(coordinator, tasks[2], 0.0, 3, {"done": 0.0})
+        assert coordinator.state.values["fc1.weight"].unique().tolist() == [6.0]
+    assert (coordinator.state.version, coordinator.admission.refused) == (2, {})
+
+
 @pytest.mark.parametrize("extra", [{}, {"done": 0.0}, {"done": "1"}, {"done": float("nan")}])
 def test_what_is_no_amount_of_work_is_refused(extra):
-    coordinator = coordinator_for(fed_nova(), line_state(hidden=2))
-    (task,) = assigned(join(coordinator, [1])).values()
-    give(coordinator, task, 6.0, extra=extra)
-    assert coordinator.admission.refused == {"bad-extra": 1}
+    state = line_state(hidden=2)
+    update = Update(1, 1, 0, FlatTensors.empty(state.submodels.layout()), 1, num_steps=2, extra=extra)
+    assert fed_nova().merge.reject_reason(state, update, FULL, 0) == "bad-extra"
 
 
 def test_a_negative_prox_is_refused():

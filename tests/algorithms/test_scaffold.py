@@ -16,7 +16,7 @@ from raafl.parts.select.rate_select import RateSelect
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
 from tests.helpers.merges import merge_all, take
-from tests.helpers.single_task import Slope, give, task_of, whole
+from tests.helpers.single_task import SkippingSlope, Slope, give, task_of, whole
 from tests.helpers.small_runs import experiment, finish
 
 PART = Spec.select({"hidden": [1]})
@@ -35,6 +35,13 @@ def test_two_steps_with_option_two():
     By eq. 4: c_i - c + (x - y) / (K eta) = -0.5 + 3.375 / (2 * 0.5) = 2.875, too. What travels is less c_i = 0.5.
     """
     assert steps(2) == (4.625 - 8.0, 2.875 - 0.5)
+
+
+@pytest.mark.parametrize("option", [1, 2])
+def test_a_client_that_made_no_step_keeps_its_variate(option):
+    sent = {"line.weight": whole(8.0), "c/line.weight": whole(1.0), "c_i/line.weight": whole(0.5)}
+    up, _ = task_of(scaffold(option), SkippingSlope(), sent, 2)
+    assert (up["line.weight"].item(), up["c_i/line.weight"].item()) == (0.0, 0.0)
 
 
 class Tilted(Slope):

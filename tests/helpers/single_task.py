@@ -32,6 +32,13 @@ class Slope(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=self.momentum)
 
 
+class SkippingSlope(Slope):
+    """`Slope` that skips each batch."""
+
+    def training_step(self, batch, index):
+        return None
+
+
 class SteepSlope(Slope):
     """`Slope` with AdamW."""
 

@@ -49,7 +49,7 @@ def test_a_comparison_shows_few_columns_and_a_shown_difference_in_bold():
     rows = [
         row("A", None),
         row("B", {"mean": 0.25, "half": 0.125, "shown": True}),
-        row("C", {"mean": -0.25, "half": 0.5, "shown": False}, failed=1),
+        row("C", {"mean": -0.25, "half": 0.5, "shown": False, "p_holm": 0.5}, failed=1),
     ]
     result = {
         "name": "r",

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import random
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -430,6 +431,7 @@ def _search(raw: object) -> Search:
 Options = tuple[str, ...]
 """Options of `raafl simulate`, as words of a command line."""
 
+_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 _PLAIN: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -460,9 +462,12 @@ def check_fields(given: Mapping[str, Any], kind: type, prefix: str) -> dict[str,
     check_names(given, kind, prefix)
     hints = get_type_hints(kind)
     found = {name: value for name, value in given.items() if value is not None}
-    for name, value in found.items():
+    for name in found:
         hint = hints[name]
         plain = [one for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if one in _PLAIN]
+        if float in plain and str not in plain:
+            found[name] = _number_of(found[name])
+        value = found[name]
         if plain and not any(_is_plain(value, one) for one in plain):
             raise BadInput(f"{prefix}{name} is {value!r:.80}: give {' or '.join(_PLAIN[one] for one in plain)}")
     return found
@@ -471,6 +476,11 @@ def check_fields(given: Mapping[str, Any], kind: type, prefix: str) -> dict[str,
 def with_direction(given: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return the fields with ``maximize``, which is false by default if smaller values of the metric are better."""
     return {"maximize": direction(given.get("metric", metric)) != "min", **given}
+
+
+def _number_of(value: Any) -> Any:
+    """Return the number in a text such as 1e-4, which YAML 1.1 reads as text since it has no dot; other values as they are."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
 def _is_plain(value: object, kind: type) -> bool:
@@ -549,8 +559,7 @@ def seeds_of(name: str, value: object) -> tuple[int, ...]:
 
 def numbers(name: str, value: object) -> Iterator[float]:
     """Check that the value of a field is a list of numbers, and yield them; else raise a `BadInput` that names the field."""
-    if not isinstance(value, list) or not all(
-        type(number) in (int, float) and math.isfinite(number) for number in value
-    ):
+    found: list[Any] = list(map(_number_of, value)) if isinstance(value, list) else [None]
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in found):
         raise BadInput(f"{name} is {value!s:.80}: give a list of numbers")
-    return map(float, value)
+    return map(float, found)

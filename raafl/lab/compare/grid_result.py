@@ -285,7 +285,9 @@ def cell_table(cell: Mapping[str, Any]) -> Cells:
             _behind_cell(row["behind"], row["row"]),
         ]
         line += ["-" if (sent := row["megabytes_to"][target]) is None else short(sent) for target in targets]
-        line += [with_interval(row.get("final")), with_interval(row.get("best")), difference(row.get("difference"))]
+        failed = f" ({row['failed']} failed)" if row["failed"] else ""  # a mean of the others
+        line += [with_interval(row.get("final")) + failed, with_interval(row.get("best"))]
+        line.append(difference(row.get("difference")))
         line += [short(row[name]["mean"]) if name in row else "" for name, _ in _COLUMNS]
         table.append([*line, "yes" if row["pareto"] else "", _ACCEPTED[row["accepted"]]])
     return table

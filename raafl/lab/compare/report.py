@@ -232,7 +232,8 @@ def difference(figure: Mapping[str, Any] | None) -> str:
     size = abs(figure["mean"])
     if figure["half"] is None:
         return f"{sign}{short(size)} (one seed)"
-    return sign + _rounded(size, figure["half"]) + ("" if figure["shown"] else " (not shown)")
+    undecided = " (no spread)" if figure["p_holm"] is None else " (not shown)"
+    return sign + _rounded(size, figure["half"]) + ("" if figure["shown"] else undecided)
 
 
 def quoted(label: str) -> str:
@@ -393,7 +394,9 @@ def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) ->
         else:
             size, side = _rounded(abs(gap["mean"]), gap["half"]), "above" if gap["mean"] >= 0 else "below"
             end = "." if gap["shown"] else ", so no difference is shown."
-            if gap["excludes_0"] and not gap["shown"]:
+            if gap["p_holm"] is None:
+                end = ": it is the same for all seeds, so no test can show it."
+            elif gap["excludes_0"] and not gap["shown"]:
                 end = f"; with {gap['tests']} rows tested, no difference is shown (p {p_value(gap['p_holm'])} by Holm)."
             found.append(
                 f"{row['row']}: {metric} is {size} {side} that of {quoted(reference)} (95 % interval, {gap['num']} seeds){end}"

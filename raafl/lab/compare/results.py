@@ -61,9 +61,15 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     curve = curve_of(outcome.folder, comparison.metric)
     if curve and not math.isfinite(curve[-1][1]):
         return {**known, "error": f"{comparison.metric} is {curve[-1][1]} at the end"}
-    values = [value for _, value in curve if math.isfinite(value)]
     smooth = comparison.points(curve)
-    times = {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets}
+    if smooth and not math.isfinite(smooth[-1][1]):
+        return {
+            **known,
+            "error": f"{comparison.metric} is not finite in one of the last {comparison.smooth} evaluations, "
+            "of which `smooth` takes the mean",
+        }
+    values = [value for _, value in curve if math.isfinite(value)]
+    times = {target_name(target): time_to(smooth, target, comparison.maximize) for target in comparison.targets}
     sent = _megabytes_at(outcome.folder)
     known |= {
         "finished": summary["finished"],
@@ -115,7 +121,7 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
     """Summarise the clients' last evaluations on their own test data.
 
     The result has the means of all metrics, weighted by samples, and the worst client's value of the comparison's
-    metric.
+    metric; none of a metric that is not finite for a client.
     """
     last: dict[str, dict[str, str]] = {}
     with (folder / CLIENTS).open(newline="") as file:
@@ -130,8 +136,10 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
         name.removeprefix(TESTED): sum(size * float(row[name]) for size, row in zip(sizes, last.values(), strict=True))
         / sum(sizes)
         for name in names
-        if all(row[name] for row in last.values())
+        if all(row[name] and math.isfinite(float(row[name])) for row in last.values())
     }
+    if comparison.metric not in means:
+        return {"clients": means, "clients_mean": None, "worst_client": None}
     worst = (min if comparison.maximize else max)(float(row[TESTED + comparison.metric]) for row in last.values())
     return {"clients": means, "clients_mean": means[comparison.metric], "worst_client": worst}
 
@@ -141,7 +149,7 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
     done = [run for run in runs if "error" not in run]
     figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
     metrics = sorted({name for run in done for name in run["metrics"]})
-    targets = [f"{target:g}" for target in comparison.targets]
+    targets = [target_name(target) for target in comparison.targets]
     return {
         "row": label,
         "seeds": [run["seed"] for run in done],
@@ -153,6 +161,12 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
             target: censored_median([run.get("megabytes_to", {}).get(target) for run in runs]) for target in targets
         },
     }
+
+
+def target_name(target: float) -> str:
+    """Format a target as a key of ``time_to``: short, but with all digits that it has."""
+    short = f"{target:g}"
+    return short if float(short) == target else repr(target)
 
 
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
@@ -193,7 +207,7 @@ def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[st
 
     Returns:
         The differences with `p` (t test, before the correction), `p_holm`, the number of `tests` and whether the
-        difference is `shown`; p-values are None for one seed, which is no test.
+        difference is `shown`; p-values are None for one seed, or equal differences of all, which are no test.
     """
     values = {label: Interval(gap["mean"], gap["half"], gap["num"]).p for label, gap in gaps.items() if gap is not None}
     tested = {label: p for label, p in values.items() if p is not None}

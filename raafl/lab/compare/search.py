@@ -159,6 +159,7 @@ STORAGE = "search.journal"
 _FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget at each step at which a pruner may stop it
 _ENDED = "ended"  # user attribute of a trial in Optuna: whether it has been run, successfully or not
 _SETTINGS = "settings"
+_FOLDER = "folder"  # user attribute of a study in Optuna: folder of the comparison that began its running trials
 _SPACE = "space"  # user attribute of a study in Optuna: digest of what it searches
 
 
@@ -186,6 +187,8 @@ def _run_studies(
     trials, best = {}, {}
     for label in comparison.rows:
         study = _study(storage, comparison, search, label)
+        if search.storage is not None:
+            _check_owner(study, folder)
         _renew_killed(study)
         while (num := len(_ended(study, search))) < (search.trials or 0):
             study.sampler = _sampler(search, label, num)
@@ -275,6 +278,21 @@ def _ends(option: str, values: Mapping[str, Any]) -> list[float]:
 def _ended(study: Any, search: Search) -> list[Any]:
     """Return the first trials that have ended, as many as each row has: an earlier search may have asked for more."""
     return [trial for trial in study.get_trials(deepcopy=False) if _ENDED in trial.user_attrs][: search.trials]
+
+
+def _check_owner(study: Any, folder: Path) -> None:
+    """Raise `BadInput` if a search in another folder, which may still go on, has running trials in a study of a shared storage."""
+    from optuna.trial import TrialState
+
+    owner, here = study.user_attrs.get(_FOLDER), str(folder.resolve())
+    if owner not in (None, here) and any(
+        one.state == TrialState.RUNNING and _ENDED not in one.user_attrs for one in study.get_trials(deepcopy=False)
+    ):
+        raise BadInput(
+            f"the study '{study.study_name}' in search.storage has trials that run in '{sanitize_text(str(owner), 200)}': "
+            "wait until they end, go on with a killed search by that --output, or choose another name"
+        )
+    study.set_user_attr(_FOLDER, here)
 
 
 def _renew_killed(study: Any) -> None:

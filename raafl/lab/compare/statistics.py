@@ -11,6 +11,8 @@ Curve = Sequence[tuple[float, float]]
 """Time in seconds and value of each evaluation, in order."""
 ALPHA = 0.05
 """A difference is shown if its p-value, after Holm's correction for all tests of its table, is at most this."""
+_NO_SPREAD = 1e-9
+"""Half of an interval, as a share of the mean, below which values are equal up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class Interval:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of Student's t test that the mean is 0; None for one value."""
+        """Two-sided p-value of Student's t test that the mean is 0; None for one value, and for equal ones other than 0."""
         if self.half is None:
             return None
-        if self.half == 0:
-            return float(self.mean == 0)
+        # equal values say nothing about the spread, by which the test judges the mean: two seeds would have p = 0
+        if self.half <= _NO_SPREAD * abs(self.mean):
+            return None if self.mean else 1.0
         from scipy.special import stdtr, stdtrit
 
         t = abs(self.mean) / self.half * float(stdtrit(self.num - 1, 0.975))
@@ -173,10 +176,17 @@ def on_grid(curve: Curve, every_s: float) -> list[tuple[float, float]]:
 
 
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
-    """Return the moving average of a curve over ``num`` evaluations; each point has the time of its last evaluation."""
+    """Return the moving average of a curve over ``num`` evaluations; each point has the time of its last evaluation.
+
+    It is NaN where a value is not finite.
+    """
     num = min(num, len(curve))
     windows = (curve[end - num : end] for end in range(num, len(curve) + 1)) if num else ()
-    return [(window[-1][0], statistics.fmean(value for _, value in window)) for window in windows]
+    return [(window[-1][0], _finite_mean([value for _, value in window])) for window in windows]
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:

@@ -51,6 +51,26 @@ def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
     run = Run("A", "quickstart", (), 0, "d", (None, None), "f")
     found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), LOSS, tmp_path)
     assert found["error"] == "loss is nan at the end"
+    (folder / METRICS).write_text("version,time_s,loss\n1,1.0,0.7\n2,2.0,nan\n3,3.0,0.5\n")
+    smooth = replace(LOSS, smooth=2)
+    found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), smooth, tmp_path)
+    assert found["error"] == "loss is not finite in one of the last 2 evaluations, of which `smooth` takes the mean"
+
+
+def test_a_metric_that_is_not_finite_for_a_client_has_no_mean_and_no_worst_client(tmp_path):
+    (tmp_path / CLIENTS).write_text(
+        f"client,num_samples,{TESTED}loss,{TESTED}f1\n1,10,nan,0.5\n2,10,0.7,0.7\n3,10,0.2,0.9\n"
+    )
+    found = _clients(tmp_path, LOSS)
+    assert found == {"clients": {"f1": pytest.approx(0.7)}, "clients_mean": None, "worst_client": None}
+
+
+def test_targets_that_differ_after_six_digits_are_two():
+    comparison = replace(LOSS, targets=(0.1234567, 0.1234568, 0.5, 5.0, 1e-07))
+    names = ["0.1234567", "0.1234568", "0.5", "5", "1e-07"]
+    assert (
+        list(summarize("A", [], comparison)["time_to"]) == list(summarize("A", [], comparison)["megabytes_to"]) == names
+    )
 
 
 def test_a_difference_is_shown_where_holms_correction_leaves_it():
@@ -74,6 +94,8 @@ def test_a_difference_is_shown_where_holms_correction_leaves_it():
     assert [found[label]["p_holm"] for label in "BCD"] == pytest.approx([3 * p(2), 2 * p(1.5), 2 * p(1.5)], rel=1e-5)
     assert [found[label]["tests"] for label in "BCDE"] == [3, 3, 3, 3]
     assert [found[label]["shown"] for label in "BCDE"] == [True, True, True, False]
+    equal = with_holm({"B": {"mean": 0.1, "half": 0.0, "num": 2, "excludes_0": True}, "C": gap(2)})
+    assert (equal["B"]["p_holm"], equal["B"]["shown"], equal["C"]["tests"]) == (None, False, 1)
     many = with_holm({str(i): gap(1.1) for i in range(2)})  # twice 0.0418 is above 0.05
     assert [one["shown"] for one in many.values()] == [False, False]
 

@@ -49,6 +49,9 @@ def test_smoothing_is_the_mean_of_the_last_points():
     assert smoothed(curve, 1) == curve
     assert smoothed(curve[:2], 3) == [(2.0, 1.5)]
     assert smoothed([], 3) == []
+    curve[1] = (2.0, math.nan)
+    assert [math.isnan(value) for _, value in smoothed([*curve, (5.0, 0.0)], 2)] == [True, True, False, False]
+    assert all(math.isnan(value) for _, value in smoothed([(1.0, math.inf), (2.0, -math.inf)], 2))
 
 
 def test_a_target_is_reached_once_or_never():
@@ -97,7 +100,12 @@ def test_the_p_value_is_that_of_students_t():
     t = 2 * math.sqrt(3)
     assert interval([1.0, 2.0, 3.0]).p == pytest.approx(1 - t / math.sqrt(2 + t * t))
     assert interval([5.0]).p is None
-    assert interval([1.0, 1.0]).p == 0.0 and interval([0.0, 0.0]).p == 1.0
+
+
+def test_equal_differences_decide_nothing():
+    assert interval([1.0, 1.0]).p is None and interval([0.0, 0.0]).p == 1.0
+    assert paired({0: 0.9, 1: 0.8}, {0: 0.8, 1: 0.7}).p is None  # equal up to rounding: 0.1 and 0.1
+    assert interval([0.1, 0.1001]).p == pytest.approx(2 / math.pi * math.atan(0.00005 / 0.10005))  # Cauchy: t = 2001
 
 
 def test_holm_multiplies_each_by_the_tests_that_are_left():

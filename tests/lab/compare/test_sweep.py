@@ -22,7 +22,7 @@ from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.lab.compare import search as searches
 from raafl.lab.compare.compared import read_sweep
-from raafl.lab.compare.comparison import Comparison, Search
+from raafl.lab.compare.comparison import Comparison, Range, Search, of_fields
 from raafl.lab.compare.search import run_studies
 from tests.habits.source import ROOT
 from tests.helpers.refusals import refuses
@@ -148,6 +148,18 @@ def test_an_agent_of_wandb_starts_the_runs(tmp_path, capsys):
     assert ids == {"chosen0", "chosen1"}
 
 
+def test_numbers_without_a_dot_are_numbers():
+    """YAML 1.1 reads 1e-4 as text."""
+    text = "{config: quickstart, trials: 2, target: 9e-1, fields: {model.lr: {low: 1e-4, high: 1e-1, log: true}, x: [1e-3]}}"
+    found = read_sweep(yaml.safe_load(text))
+    assert found.target == 0.9 and found.comparison().search.grid["--x"] == ["1e-3"]
+    assert Range.of("--model.lr", found.fields["model.lr"]) == Range(1e-4, 0.1, log=True)
+    compared = of_fields(
+        yaml.safe_load("{config: quickstart, rows: {1e-3: ''}, seeds: [0], targets: [9e-1]}"), "n", "n"
+    )
+    assert (compared.targets, list(compared.rows)) == ((0.9,), ["1e-3"])
+
+
 class Runs:
     """Stands for the runner: writes down each run; in the middle of a trial the process is killed by -9."""
 
@@ -206,6 +218,22 @@ def test_a_study_of_other_settings_is_not_gone_on_with(tmp_path, monkeypatch):
     ).comparison()
     with pytest.raises(BadInput, match="the study 's' searched other settings"):
         run_studies(other, other.search, Runs(tmp_path / "runs.txt"), tmp_path, 1)
+
+
+def test_the_running_trials_of_another_folder_are_not_taken_for_killed_ones(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(searches, "scores_of", distance)
+    storage = str(tmp_path / "studies.journal")
+    child = mp.get_context("fork").Process(target=study_in, args=(tmp_path / "one", storage, 3))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    with pytest.raises(BadInput, match=f"the study 's: s' in search.storage has trials that run in '{tmp_path}/one'"):
+        study_in(tmp_path / "other", storage)
+    made = study_in(tmp_path / "one", storage)[0]
+    assert len(made) == 6
+    # no trial runs any more: its results are there for all
+    assert study_in(tmp_path / "other", storage)[0] == made
 
 
 def test_a_storage_that_cannot_be_opened_is_refused(tmp_path):

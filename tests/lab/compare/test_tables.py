@@ -53,6 +53,13 @@ def test_nothing_is_said_that_an_interval_does_not_show():
     assert d == "D: accuracy is 0.25 ± 0.12 above that of A & B_1 (95 % interval, 2 seeds)."
 
 
+def test_a_difference_without_spread_is_undecided():
+    equal = gap(0.25, 0.0, False, None) | {"excludes_0": True}
+    assert report.difference(equal) == "+0.25 ± 0 (no spread)"
+    (found,) = report.sentences([ROWS[2] | {"difference": equal}], "A & B_1", "accuracy")
+    assert found.endswith("(95 % interval, 2 seeds): it is the same for all seeds, so no test can show it.")
+
+
 def test_what_the_number_of_tests_leaves_unshown_is_said():
     gap = ROWS[2]["difference"] | {"shown": False, "p_holm": 0.081, "tests": 3}
     (found,) = report.sentences([ROWS[2] | {"difference": gap}], "A & B_1", "accuracy")

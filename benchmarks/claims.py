@@ -2,8 +2,9 @@
 
 Claims are in benchmarks/claims.yaml, by hand; verdicts are computed from the runs of committed results. Differences (of times,
 the logarithm of their ratio) are paired by seed, with Student's t; p-values are corrected by Holm's method for all claims that one
-result decides. A run that did not reach a target counts as if it had reached it at its end, which understates a difference. A claim
-that is not shown gets the number of seeds that would show the paper's size, by the spread of the differences that was seen.
+result decides. A run that did not reach a target counts as if it had reached it at its end: a bound, unless both rows have such
+runs. Times that are equal for all seeds have the largest spread that the distance of evaluations leaves. A claim that is not shown
+gets the number of seeds that would show the paper's size, by the spread of the differences that was seen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from scipy.special import stdtrit
 
 from benchmarks.tables import ROOT, markdown
 from raafl.commands.reproduce import Exhibit, Paper, paper
@@ -48,7 +50,9 @@ class Decided:
     p: float | None = None  # corrected p-value of the difference
     slack: tuple[float, float] = (0.0, 0.0)  # what the distance of evaluations adds to the interval, below and above
     tests: int = 1  # number of claims that the result decides
-    bounded: bool = False  # whether the difference is a bound, since a run did not reach the target
+    bound: str = (
+        ""  # what the true difference is where a run did not reach the target: "at least", "at most", or "open"
+    )
     why: str = ""  # why there is no run
 
     @property
@@ -65,11 +69,17 @@ class Decided:
         return mean - half - below, mean + half + above
 
     @property
+    def is_reversed(self) -> bool:
+        """Whether a reason is given why the difference comes out the other way, shown or not."""
+        mean = 0.0 if self.measured is None else self.measured.mean
+        return self.verdict == "contrary" or (self.verdict == "not shown" and "why" in self.claim and mean < 0)
+
+    @property
     def excluded(self) -> bool:
         """Whether the whole interval of a claim that is not shown lies below the paper's size."""
         if self.verdict != "not shown" or self.size is None or self.measured is None or self.measured.half is None:
             return False
-        return not self.bounded and self.ends[1] < self.size
+        return not self.bound and self.ends[1] < self.size
 
     @property
     def seeds(self) -> int | None:
@@ -78,28 +88,32 @@ class Decided:
         None: the claim is decided, its size is excluded, runs ended before the target, or no such number is below 1,000.
         """
         found = self.measured
-        if self.verdict != "not shown" or self.excluded or self.bounded or found is None or not found.half:
+        if self.verdict != "not shown" or self.excluded or self.bound or found is None or not found.half:
             return None
         if "level" in self.claim:
             return needed(self.claim["margin"] - abs(found.mean), found, 1)
         return needed(found.mean if self.size is None else self.size, found, self.tests)
 
 
-def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Interval | None, bool]:
-    """Return the interval of a claim's difference over seeds, and whether it is only a bound: some run missed the target."""
+def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Interval | None, str]:
+    """Return the interval of a claim's difference over seeds, and what bound it is where some run missed the target.
+
+    The slower row's missing times make it a lower bound, the faster row's an upper one, those of both nothing.
+    """
     kind = next(kind for kind in _KINDS if kind in claim)
     rows = {row["row"]: [run for run in row["runs"] if "error" not in run] for row in result["rows"]}
     ours, theirs = (rows[label] for label in claim[kind])
     if kind == "sooner":
         target = claim["target"]
-        missed = any(run["time_to"][target] is None for run in [*ours, *theirs])
+        late, early = (any(run["time_to"][target] is None for run in runs) for runs in (theirs, ours))
         times = [
-            {run["seed"]: math.log(run["time_to"][target] or run["time_s"]) for run in runs} for runs in (theirs, ours)
+            {run["seed"]: math.log(run["time_s"] if (at := run["time_to"][target]) is None else at) for run in runs}
+            for runs in (theirs, ours)
         ]
-        return paired(*times), missed
+        return paired(*times), "open" if late and early else "at least" if late else "at most" if early else ""
     figure = claim.get("figure", "final")
     values = [{run["seed"]: run[figure] for run in runs if run.get(figure) is not None} for runs in (ours, theirs)]
-    return paired(*values), False
+    return paired(*values), ""
 
 
 def resolution(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[float, float]:
@@ -125,12 +139,25 @@ def _since_before(time_s: float | None, curve: Sequence[Sequence[float]]) -> flo
     return math.log(time_s / before) if before > 0 else math.inf
 
 
+def spread_out(found: Interval | None, slack: tuple[float, float]) -> Interval | None:
+    """Return an interval of differences that are equal for all seeds with the largest spread that `slack` leaves.
+
+    Others are returned as they are. Times seen at the same evaluations differ by less than their distance; without a spread
+    the t test would have p = 0.
+    """
+    if found is None or found.num < 2 or not any(slack) or found.p is not None:
+        return found
+    # n values within a width w have at most the standard deviation w / 2 sqrt(n / (n - 1))
+    half = float(stdtrit(found.num - 1, 0.975)) * sum(slack) / 2 / math.sqrt(found.num - 1)
+    return Interval(found.mean, half, found.num)
+
+
 def needed(size: float, found: Interval, tests: int) -> int | None:
     """Return the number of seeds with which a paired t test shows a difference of `size` with probability 0.8.
 
     `found`: the difference seen, whose spread over seeds is taken. `tests`: the level is 0.05 divided by it. None: not below 1,000.
     """
-    from scipy.special import nctdtr, stdtrit
+    from scipy.special import nctdtr
 
     assert found.half is not None
     spread = found.half * math.sqrt(found.num) / float(stdtrit(found.num - 1, 0.975))
@@ -145,14 +172,13 @@ def verdict_of(
     claim: Mapping[str, Any],
     found: Interval | None,
     p: float | None,
-    bounded: bool,
+    bound: str = "",
     slack: tuple[float, float] = (0.0, 0.0),
 ) -> str:
     """Derive the verdict on a claim from the interval of its difference.
 
     `found`: interval in the claim's direction; None = no seed has both rows. `p`: corrected p-value; None = one seed,
-    or the claim says that there is no difference. `bounded`: whether the difference is at least as large as measured.
-    `slack`: see `resolution`.
+    or the claim says that there is no difference. `bound`: see `measured`. `slack`: see `resolution`.
     """
     if found is None or found.half is None:
         return "not shown"
@@ -164,11 +190,13 @@ def verdict_of(
         return "contrary" if low > margin or high < -margin else "not shown"
     if p is None or p > ALPHA or low <= 0 <= high:
         return "not shown"
+    if bound not in ("", "at least" if found.mean > 0 else "at most"):
+        return "not shown"
     if found.mean < 0:
         return "contrary"
     size = claim.get("size")
     size = math.log(size) if size is not None and "sooner" in claim else size
-    return "shown smaller" if size is not None and high < size and not bounded else "shown"
+    return "shown smaller" if size is not None and high < size and not bound else "shown"
 
 
 def decided(claims: Sequence[Mapping[str, Any]], of: Paper) -> list[Decided]:
@@ -176,8 +204,9 @@ def decided(claims: Sequence[Mapping[str, Any]], of: Paper) -> list[Decided]:
     found: list[Decided] = []
     results = {claim["result"] for claim in claims if "result" in claim}
     loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in results}
-    intervals = {i: measured(claim, loaded[claim["result"]]) for i, claim in enumerate(claims) if "result" in claim}
-    slacks = {i: resolution(claims[i], loaded[claims[i]["result"]]) for i in intervals}
+    seen = {i: measured(claim, loaded[claim["result"]]) for i, claim in enumerate(claims) if "result" in claim}
+    slacks = {i: resolution(claims[i], loaded[claims[i]["result"]]) for i in seen}
+    intervals = {i: (spread_out(one, slacks[i]), bound) for i, (one, bound) in seen.items()}
     corrected: dict[int, float] = {}
     tests: dict[str, int] = {}
     for name in sorted(results):
@@ -190,9 +219,9 @@ def decided(claims: Sequence[Mapping[str, Any]], of: Paper) -> list[Decided]:
         corrected |= dict(zip([i for i, _ in tested], holm([p for _, p in tested]), strict=True))
     for i, claim in enumerate(claims):
         if i in intervals:
-            (one, bounded), p, slack = intervals[i], corrected.get(i), slacks[i]
-            verdict = verdict_of(claim, one, p, bounded, slack)
-            found.append(Decided(claim, verdict, one, p, slack, tests[claim["result"]], bounded))
+            (one, bound), p, slack = intervals[i], corrected.get(i), slacks[i]
+            verdict = verdict_of(claim, one, p, bound, slack)
+            found.append(Decided(claim, verdict, one, p, slack, tests[claim["result"]], bound))
             continue
         missing = None if "exhibit" not in claim else of.exhibits[claim["exhibit"]].missing
         why = claim.get("not_run") or missing or "no result is committed yet"
@@ -205,9 +234,8 @@ def shown(one: Decided) -> str:
     found = one.measured
     if found is None:
         return one.why
-    bound = "at least " if one.bounded and found.mean > 0 else "at most " if one.bounded else ""
     if "sooner" in one.claim:
-        text = f"{bound}{math.exp(found.mean):.2f} x"
+        text = f"{one.bound} {math.exp(found.mean):.2f} x".removeprefix("open ").strip()
         if found.half is not None:
             low, high = map(math.exp, one.ends)
             text += f" ({low:.2f} to {high:.2f})" if math.isfinite(high) else f" ({low:.2f} and more)"
@@ -220,7 +248,7 @@ def _verdict(one: Decided) -> str:
     """Return the verdict, and for a claim that is not shown what its interval excludes or how many seeds would decide it."""
     if one.excluded:
         return "not shown, size excluded"
-    if one.bounded and one.verdict == "not shown":
+    if one.bound and one.verdict == "not shown":
         return "not shown, longer runs"
     return one.verdict if one.seeds is None else f"not shown, {quantity(one.seeds, 'seed')}"
 
@@ -264,11 +292,11 @@ def table(found: Sequence[Decided], of: Paper) -> str:
 
 
 def reasons(found: Sequence[Decided]) -> str:
-    """Return the reasons why claims are contradicted, one paragraph for each in claims-why.yaml; "" = no claim is."""
+    """Return the reasons why claims come out the other way, one paragraph for each in claims-why.yaml; "" = no claim does."""
     known = yaml.safe_load(WHY.read_text(encoding="utf-8"))
     by_reason: dict[str, list[str]] = {}
     for one in found:
-        if one.verdict == "contrary":
+        if one.is_reversed:
             by_reason.setdefault(one.claim["why"], []).append(one.claim["says"])
     parts = []
     for name, says in by_reason.items():
@@ -365,7 +393,7 @@ from the runs of a committed result.
 Figures are in the claim's direction: a negative difference, or a ratio below 1, is the other way round.
 Differences are paired by seed, with 95 % intervals by Student's t, and corrected for all claims that one result decides.
 Ratios of times are geometric means; a run that did not reach the target counts as reaching it at its end, so its ratio
-is only a bound.
+is only a bound, "at least" or "at most", and not even that where runs of both rows did not reach it.
 Claims of no difference are shown where the whole interval lies within the margin in `claims.yaml`.
 `raafl reproduce` ends with a `result.json` like the committed one.
 Repeated on 2026-11-29, all ten runs of TimelyFL's figure-7 had the committed `model_digest`; their accuracies differ
@@ -374,7 +402,7 @@ Repeated on 2026-11-29, all ten runs of TimelyFL's figure-7 had the committed `m
 Pages of results say where that is so.
 A claim at a small scale, or on another data set, is one about that scale.
 A target seen at one evaluation was reached after the one before: intervals of times are wider by that distance on
-each side.
+each side, and times that are equal for all seeds have the largest spread that it leaves.
 {len(old)} results were computed by earlier rules for the time of a task, as `rules` in their files says.
 
 {(chr(10) * 2).join(sections)}

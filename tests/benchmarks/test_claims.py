@@ -21,6 +21,7 @@ from benchmarks.claims import (
     pages,
     resolution,
     shown,
+    spread_out,
     summary,
     verdict_of,
 )
@@ -66,12 +67,12 @@ def test_each_claim_says_where_it_stands_and_is_decided_one_way(every):
     assert {one.verdict for _, found in every.values() for one in found} <= set(VERDICTS)
 
 
-def test_each_contrary_claim_has_a_reason_and_each_reason_a_claim(every):
+def test_each_reversed_claim_has_a_reason_and_each_reason_a_claim(every):
     named = {
         claim["why"] for claims in yaml.safe_load(CLAIMS.read_text()).values() for claim in claims if "why" in claim
     }
-    contrary = {one.claim.get("why") for _, found in every.values() for one in found if one.verdict == "contrary"}
-    assert contrary == named == yaml.safe_load(WHY.read_text()).keys()
+    reversed_ = {one.claim.get("why") for _, found in every.values() for one in found if one.is_reversed}
+    assert reversed_ == named == yaml.safe_load(WHY.read_text()).keys()
 
 
 def test_merges_are_counted_in_place_of_seconds(tmp_path, monkeypatch):
@@ -113,23 +114,27 @@ def test_rows_are_compared_by_seconds_and_at_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("claim", "mean", "half", "p", "bounded", "verdict"),
+    ("claim", "mean", "half", "p", "bound", "verdict"),
     [
-        ({"higher": []}, 0.1, 0.05, 0.01, False, "shown"),
-        ({"higher": [], "size": 0.12}, 0.1, 0.05, 0.01, False, "shown"),
-        ({"higher": [], "size": 0.16}, 0.1, 0.05, 0.01, False, "shown smaller"),
-        ({"higher": []}, 0.1, 0.05, 0.06, False, "not shown"),  # not after Holm
-        ({"higher": []}, -0.1, 0.05, 0.01, False, "contrary"),
-        ({"higher": []}, 0.1, None, None, False, "not shown"),  # one seed
-        ({"sooner": [], "size": 4}, math.log(2), 0.1, 0.01, False, "shown smaller"),
-        ({"sooner": [], "size": 4}, math.log(2), 0.1, 0.01, True, "shown"),  # at least twice as fast
-        ({"level": [], "margin": 0.1}, 0.04, 0.05, None, False, "shown"),
-        ({"level": [], "margin": 0.1}, 0.06, 0.05, None, False, "not shown"),
-        ({"level": [], "margin": 0.1}, -0.2, 0.05, None, False, "contrary"),
+        ({"higher": []}, 0.1, 0.05, 0.01, "", "shown"),
+        ({"higher": [], "size": 0.12}, 0.1, 0.05, 0.01, "", "shown"),
+        ({"higher": [], "size": 0.16}, 0.1, 0.05, 0.01, "", "shown smaller"),
+        ({"higher": []}, 0.1, 0.05, 0.06, "", "not shown"),  # not after Holm
+        ({"higher": []}, -0.1, 0.05, 0.01, "", "contrary"),
+        ({"higher": []}, 0.1, None, None, "", "not shown"),  # one seed
+        ({"sooner": [], "size": 4}, math.log(2), 0.1, 0.01, "", "shown smaller"),
+        ({"sooner": [], "size": 4}, math.log(2), 0.1, 0.01, "at least", "shown"),
+        ({"sooner": []}, math.log(2), 0.1, 0.01, "at most", "not shown"),  # the faster row did not get there
+        ({"sooner": []}, math.log(2), 0.1, 0.01, "open", "not shown"),
+        ({"sooner": []}, -math.log(2), 0.1, 0.01, "at least", "not shown"),
+        ({"sooner": []}, -math.log(2), 0.1, 0.01, "at most", "contrary"),
+        ({"level": [], "margin": 0.1}, 0.04, 0.05, None, "", "shown"),
+        ({"level": [], "margin": 0.1}, 0.06, 0.05, None, "", "not shown"),
+        ({"level": [], "margin": 0.1}, -0.2, 0.05, None, "", "contrary"),
     ],
 )
-def test_a_verdict_is_what_the_interval_says(claim, mean, half, p, bounded, verdict):
-    assert verdict_of(claim, Interval(mean, half, 3), p, bounded) == verdict
+def test_a_verdict_is_what_the_interval_says(claim, mean, half, p, bound, verdict):
+    assert verdict_of(claim, Interval(mean, half, 3), p, bound) == verdict
 
 
 def test_a_time_lies_between_two_evaluations():
@@ -146,10 +151,10 @@ def test_a_time_lies_between_two_evaluations():
     assert (below, above) == (pytest.approx(math.log(3 * 9 / 8) / 2), pytest.approx(math.log(2)))
     assert resolution({"higher": ["A", "B"]}, rows) == (0, 0)
     level = Interval(0.5, 0.0, 3)  # all seeds at one evaluation: p is 0
-    assert verdict_of(claim, level, 0.0, False, (0.6, 0.1)) == "not shown"
-    assert verdict_of(claim, level, 0.0, False, (0.4, 0.1)) == "shown"
-    assert verdict_of({**claim, "size": math.exp(0.7)}, level, 0.0, False, (0.4, 0.1)) == "shown smaller"
-    assert verdict_of({**claim, "size": math.exp(0.7)}, level, 0.0, False, (0.4, 0.3)) == "shown"
+    assert verdict_of(claim, level, 0.0, "", (0.6, 0.1)) == "not shown"
+    assert verdict_of(claim, level, 0.0, "", (0.4, 0.1)) == "shown"
+    assert verdict_of({**claim, "size": math.exp(0.7)}, level, 0.0, "", (0.4, 0.1)) == "shown smaller"
+    assert verdict_of({**claim, "size": math.exp(0.7)}, level, 0.0, "", (0.4, 0.3)) == "shown"
     ours[0]["curve"] = [[4.0, 0.9]]
     assert resolution(claim, rows)[1] == math.inf, "reached at the first evaluation"
 
@@ -162,8 +167,8 @@ def test_the_number_of_seeds_is_that_of_tables_of_power(effect, tests, seeds):
 
 
 def test_a_claim_that_is_not_shown_says_what_would_decide_it():
-    def left(claim, mean, half, bounded=False):
-        one = Decided(claim, "not shown", Interval(mean, half, 3), 0.5, (0.0, 0.0), 1, bounded)
+    def left(claim, mean, half, bound=""):
+        one = Decided(claim, "not shown", Interval(mean, half, 3), 0.5, (0.0, 0.0), 1, bound)
         return module._verdict(one)
 
     assert left({"higher": [], "size": 0.3}, 0.1, 0.1) == "not shown, size excluded"
@@ -172,7 +177,7 @@ def test_a_claim_that_is_not_shown_says_what_would_decide_it():
     assert left({"higher": []}, 0.5, half) == "not shown, 34 seeds"
     assert left({"higher": []}, -0.5, half) == "not shown"
     assert left({"level": [], "margin": 1.5}, -0.5, half) == "not shown, 10 seeds"
-    assert left({"sooner": [], "size": 9.0}, 0.1, half, bounded=True) == "not shown, longer runs"
+    assert left({"sooner": [], "size": 9.0}, 0.1, half, bound="at least") == "not shown, longer runs"
 
 
 def test_differences_are_paired_by_seed_and_times_are_ratios():
@@ -181,10 +186,34 @@ def test_differences_are_paired_by_seed_and_times_are_ratios():
 
     rows = [("A", [run(1, 0.5, 10.0), run(2, 0.7, 20.0)]), ("B", [run(2, 0.6, None), run(1, 0.4, 40.0)])]
     result = {"rows": [{"row": label, "runs": runs} for label, runs in rows]}
-    found, bounded = measured({"higher": ["A", "B"]}, result)
-    assert (found.mean, bounded) == (pytest.approx(0.1), False)
-    found, bounded = measured({"sooner": ["A", "B"], "target": "0.9"}, result)
-    assert (found.mean, bounded) == (pytest.approx(math.log(4)), True)  # 40 / 10, and 80 / 20, the end of the run
+    found, bound = measured({"higher": ["A", "B"]}, result)
+    assert (found.mean, bound) == (pytest.approx(0.1), "")
+    found, bound = measured({"sooner": ["A", "B"], "target": "0.9"}, result)
+    assert (found.mean, bound) == (pytest.approx(math.log(4)), "at least")  # 40 / 10, and 80 / 20, the end of the run
+    found, bound = measured({"sooner": ["B", "A"], "target": "0.9"}, result)
+    assert (found.mean, bound) == (pytest.approx(-math.log(4)), "at most")
+
+
+def test_of_two_rows_that_did_not_reach_a_target_the_one_that_ended_sooner_is_not_the_faster():
+    def runs(end_s):
+        return [{"seed": seed, "time_to": {"0.9": None}, "time_s": end_s + seed} for seed in range(3)]
+
+    claim = {"sooner": ["A", "B"], "target": "0.9"}
+    found, bound = measured(claim, {"rows": [{"row": "A", "runs": runs(10.0)}, {"row": "B", "runs": runs(80.0)}]})
+    assert bound == "open" and found.p < 0.01
+    assert verdict_of(claim, found, found.p, bound) == "not shown"
+    assert shown(Decided(claim, "not shown", found, found.p, bound=bound)).startswith("7.38 x (")
+
+
+def test_times_at_the_same_evaluations_differ_by_less_than_their_distance():
+    """Of three values within a width of 0.3 the standard deviation is at most 0.15 sqrt(3 / 2); t(0.975, 2) = 4.3027."""
+    level, slack = Interval(0.5, 0.0, 3), (0.1, 0.2)
+    found = spread_out(level, slack)
+    assert (found.mean, found.num) == (0.5, 3) and found.half == pytest.approx(4.302653 * 0.15 / math.sqrt(2))
+    assert spread_out(level, (0.0, 0.0)) is level and spread_out(None, slack) is None
+    assert (
+        spread_out(Interval(0.5, 0.1, 3), slack).half == 0.1 and spread_out(Interval(0.5, None, 1), slack).half is None
+    )
 
 
 def test_a_paper_is_summed_up_in_a_sentence(every):

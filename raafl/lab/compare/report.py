@@ -232,8 +232,8 @@ def difference(figure: Mapping[str, Any] | None) -> str:
     size = abs(figure["mean"])
     if figure["half"] is None:
         return f"{sign}{short(size)} (one seed)"
-    undecided = " (no spread)" if figure["p_holm"] is None else " (not shown)"
-    return sign + _rounded(size, figure["half"]) + ("" if figure["shown"] else undecided)
+    remark = "" if figure["shown"] else " (no spread)" if figure["p_holm"] is None else " (not shown)"
+    return sign + _rounded(size, figure["half"]) + remark
 
 
 def quoted(label: str) -> str:

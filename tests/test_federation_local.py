@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raafl.api.federation import _Starting
+from raafl.api.local_clients import _Starting
 from raafl.core.types import ClientInfo, Joined
 
 

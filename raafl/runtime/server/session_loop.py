@@ -352,16 +352,25 @@ class SessionLine:
 
     def beat(self, message: Message) -> None:
         """Send a short message at once, as a sign of life, unless something else is on its way to the client."""
-        if self._sending.locked() or self.closed or self.pair.has_unsent:
+        if self.closed or self.pair.has_unsent or not self._take_turn():
             return
         steps = self.pair.sending(message)
-        with suppress(StopIteration, PeerLost, PeerTimeout):  # the coroutine that waits notices a lost connection
+        try:
             next(steps)
-            # The system lacks buffers, so send the rest later. Nothing else may be sent in between, and a lock that is free
-            # is acquired at once.
-            with suppress(StopIteration):
-                self._sending.acquire().send(None)
+        except (StopIteration, PeerLost, PeerTimeout):  # the coroutine that waits notices a lost connection
+            self._sending.release()
+        else:  # the system lacks buffers, so send the rest later, and nothing else in between
             self._session.loop.begin(self._finish(steps))
+
+    def _take_turn(self) -> bool:
+        """Acquire the sending lock, unless a coroutine has it or is the next to have it; return whether it was acquired."""
+        acquiring = self._sending.acquire()
+        try:
+            acquiring.send(None)  # where it need not wait, it ends at once
+        except StopIteration:
+            return True
+        acquiring.close()
+        return False
 
     async def _finish(self, steps: Waits[int]) -> None:
         try:

@@ -302,16 +302,22 @@ def test_a_client_whose_site_is_taken_out_while_it_is_away_is_lost_at_once(door)
     assert isinstance(event, Lost) and "revoked" in event.reason and time.monotonic() - since < WAIT_S / 4
 
 
+class Full:
+    """A connection for whose messages the system lacks buffers; `sent` has the halves of what it sends."""
+
+    resumes = closed = has_unsent = False
+
+    def __init__(self, sent):
+        self._sent = sent
+
+    def sending(self, message):
+        self._sent.append("first half")
+        yield Wait(None, False, 0.0)
+        self._sent.append("second half")
+
+
 def test_nothing_is_sent_within_a_heartbeat_for_which_the_system_lacked_buffers():
     tasks, sent = [], []
-
-    class Pair:
-        resumes = closed = has_unsent = False
-
-        def sending(self, message):
-            sent.append("first half")
-            yield Wait(None, False, 0.0)
-            sent.append("second half")
 
     async def drive(steps):
         with pytest.raises(StopIteration):
@@ -326,8 +332,17 @@ def test_nothing_is_sent_within_a_heartbeat_for_which_the_system_lacked_buffers(
         line.beat(Message(Kind.KEEPALIVE))  # none while the first is on its way
         # the assignment's turn comes first
         await asyncio.gather(other(line), *tasks)
-        return line._sending.locked()
+        await line._sending.acquire()
+        waiting = asyncio.ensure_future(other(line))
+        await asyncio.sleep(0)
+        line._sending.release()
+        line.beat(Message(Kind.KEEPALIVE))  # nor while nothing is, but an assignment has its turn
+        await waiting
+        line.beat(Message(Kind.KEEPALIVE))
+        await tasks[1]
+        return len(tasks), line._sending.locked()
 
     session = SimpleNamespace(loop=SimpleNamespace(drive=drive, begin=tasks.append))
-    assert not asyncio.run(both(SessionLine(Pair(), session, 0.0, None)))
-    assert sent == ["first half", "second half", "an assignment"]
+    assert asyncio.run(both(SessionLine(Full(sent), session, 0.0, None))) == (2, False)
+    beat = ["first half", "second half"]
+    assert sent == [*beat, "an assignment", "an assignment", *beat]

@@ -43,6 +43,16 @@ def read_summary(folder: Path) -> Summary | None:
 _REMEDY = "the journal was changed: give an unchanged copy of the run's folder"
 
 
+_READ = {
+    "arrived": ("time_s", "assignment", "client", "incarnation", "num_samples", "refusal", "fingerprint"),
+    "assigned": ("id", "client", "version", "spec", "seed"),
+    "batch": ("assignments",),
+    "gap": ("rows",),
+    **dict.fromkeys(("joined", "lost", "sending", "timer", "stop", "received"), ("time_s",)),
+}
+"""Fields without which a replay cannot read a row, by event; others are checked where they are converted."""
+
+
 class RolledBackLines:
     """Set of journal lines, numbered from 0, that no longer count since the run was resumed from an earlier point."""
 
@@ -147,6 +157,8 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
         raise BadInput(sanitize_text(error)) from None
     num_events = 0
     for row in rows:
+        for name in (name for name in _READ.get(str(row.get("event")), ()) if name not in row):
+            raise BadInput(f"{JOURNAL}: the row {json.dumps(row)[:120]} has no {name}; {_REMEDY}")
         if row.get("event") == "gap":
             raise _missing(f"{row['rows']} rows are missing after event {num_events}", num_events)
         num_events += row.get("event") in EVENTS

@@ -8,10 +8,10 @@ versions, thread count and device are the same (`raafl.runtime.lifecycle.environ
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def _save(folder: Path, parts: ServerSetup) -> Path:
 
 def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
     """Return the largest and the root mean square difference of the replayed model from the run's last checkpoint."""
-    with contextlib.suppress(BadInput):
+    with suppress(BadInput):
         saved = checkpoint_reader.load(folder)
         values = parts.coordinator.state.values
         theirs = FlatTensors.from_named({name: saved.values[name] for name, _ in values.items()}, values.layout)
@@ -206,13 +206,23 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
     """
     if row.get("event") not in EVENTS:
         return None
-    try:
+    with _converting(row):
         if row["event"] == "joined":
             series |= long_series({name: one for name, one in row["profile"].items() if isinstance(one, list)})
             row = {**row, "profile": restored(row["profile"], series)}
         return event_from_json(row)
+
+
+@contextmanager
+def _converting(row: JournalRow) -> Iterator[None]:
+    """Return a context that converts errors from a row that raafl has not written to `BadInput`."""
+    try:
+        yield
+    except BadInput:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is no event of raafl: {error}") from None
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is no event of raafl: {why}") from None
 
 
 @dataclass
@@ -276,10 +286,10 @@ class Replay:
 
     def _event(self, row: JournalRow) -> Event | None:
         if row.get("event") == "received":
-            spec = Spec.from_json(row["spec"])
-            layout = self.coordinator.payload.layout(spec, "sent")
-            values = self._received(row["fingerprint"] or "", layout)
-            return Received(row["task"], row["version"], spec, values, row["fingerprint"] or "")
+            with _converting(row):
+                spec = Spec.from_json(row["spec"])
+                values = self._received(row["fingerprint"] or "", self.coordinator.payload.layout(spec, "sent"))
+                return Received(row["task"], row["version"], spec, values, row["fingerprint"] or "")
         if row.get("event") == "arrived":
             return self._arrived(row) if "contributions" not in row else self._of_subfederation(row)
         return event_of(row, self._series)
@@ -291,25 +301,37 @@ class Replay:
 
     def _of_subfederation(self, row: JournalRow) -> Arrived:
         """Read a subfederation's update from the run folder, since only the subfederation could compute it again."""
-        number, fingerprint = row["assignment"], row["fingerprint"] or ""
+        number = row["assignment"]
         assignment, _ = self._out.get(number, (None, None))
         spec = FULL if assignment is None else assignment.spec
-        values = self._received(fingerprint, self.coordinator.payload.returned(spec))
+        with _converting(row):
+            values = self._received(row["fingerprint"] or "", self.coordinator.payload.returned(spec))
+            update = Update(
+                number, row["client"], row["incarnation"], values, row["num_samples"], row["num_steps"] or 0
+            )
+            update.contributions, update.journal = from_json(row["contributions"]), row["journal"]
+            update.fingerprint, update.refusal = row["fingerprint"] or "", row["refusal"]
         if assignment is not None:
             self._release(number)
-        update = Update(number, row["client"], row["incarnation"], values, row["num_samples"], row["num_steps"] or 0)
-        update.contributions, update.journal = from_json(row["contributions"]), row["journal"]
-        update.fingerprint, update.refusal = fingerprint, row["refusal"]
         return Arrived(update)
 
     def _go_on(self, row: JournalRow) -> None:
         """Continue as the resumed run did: at its next assignment id, with its limits and privacy budget."""
-        self.coordinator.roster.last_id = row["last_id"]
-        if row["restarted"]:
-            self.coordinator.algorithm.merge.on_rollback(self.coordinator.state, undone_in(row))
+        with _converting(row):
+            last_id, restarted, undone = row["last_id"], row["restarted"], undone_in(row)
+            start, goals = row["start"], row["goals"]
+            limits = replace(
+                self.coordinator.limits,
+                min_clients=int(start["min_clients"]),
+                count_lost=bool(start["count_lost"]),
+                max_updates=None if goals["max_updates"] is None else int(goals["max_updates"]),
+                max_time_s=None if goals["max_time_s"] is None else float(goals["max_time_s"]),
+            )
+        self.coordinator.roster.last_id = last_id
+        if restarted:
+            self.coordinator.algorithm.merge.on_rollback(self.coordinator.state, undone)
             self.coordinator.restart()
-        limits = {**row["start"], **{name: row["goals"][name] for name in ("max_updates", "max_time_s")}}
-        self.coordinator.change(limits=replace(self.coordinator.limits, **limits))
+        self.coordinator.change(limits=limits)
 
     def _do(self, action: Action, order: dict[int, int]) -> None:
         if isinstance(action, Adjusted):

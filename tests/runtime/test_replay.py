@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +199,56 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path):
         replay(tmp_path, until=0)
 
 
+ARRIVED = {"event": "arrived", "time_s": 0.0, "assignment": 1, "client": 1, "incarnation": 0}
+RESUMED = {
+    "event": "resumed",
+    "kept": 4,
+    "last_id": 9,
+    "restarted": False,
+    "start": {"min_clients": 1, "count_lost": True},
+}
+GOALS = {"goals": {"max_updates": None, "max_time_s": None}}
+WITHOUT = {
+    "fingerprint": {**ARRIVED, "num_samples": 1, "refusal": None},
+    "num_samples": {**ARRIVED, "fingerprint": "", "refusal": None},
+    "seed": {"event": "assigned", "id": 1, "client": 1, "version": 0, "spec": {}},
+    "assignments": {"event": "batch"},
+    "rows": {"event": "gap"},
+    "time_s": {"event": "timer", "id": 1},
+}
+STRANGE = {
+    "it has no 'goals'": RESUMED,
+    "it has no 'max_time_s'": {**RESUMED, "goals": {"max_updates": None}},
+    "unpack": {**RESUMED, **GOALS, "undone": [5]},
+    "'x'": {**RESUMED, **GOALS, "undone": [[1, "x"]]},
+    "it has no 'count_lost'": {**RESUMED, **GOALS, "start": {"min_clients": 1}},
+    "'two'": {**RESUMED, **GOALS, "start": {"min_clients": "two", "count_lost": True}},
+    "contributions is no list": {**ARRIVED, "num_samples": 1, "num_steps": 1, "fingerprint": "", "contributions": 5}
+    | {"refusal": None, "journal": ""},
+    "it has no 'spec'": {"event": "received", "time_s": 0.0, "fingerprint": ""},
+}
+
+
+def played(rows):
+    replayed = Replay(coordinator_for(fed_async()), SimpleNamespace(follow=list))
+    replayed._received = lambda fingerprint, layout: None
+    replayed.run(rows)
+
+
+@pytest.mark.parametrize("says", STRANGE)
+def test_a_row_that_raafl_has_not_written_is_named(says):
+    with pytest.raises(BadInput, match=rf"^events.jsonl: the row {{.* is no event of raafl: .*{re.escape(says)}"):
+        played([STRANGE[says]])
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_row_without_a_field_that_a_replay_needs_is_named(tmp_path, name):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "run"}) + "\n" + json.dumps(WITHOUT[name]) + "\n")
+    with pytest.raises(BadInput, match=rf"^events.jsonl: the row {{.* has no {name}; the journal was changed"):
+        replay(tmp_path)
+
+
 def test_merges_that_a_crash_has_undone_count_in_a_replay_as_they_did_in_the_run(monkeypatch):
     """They are charged to the privacy budget, at whose end a run ends."""
     coordinator = coordinator_for(fed_async())
@@ -206,6 +257,6 @@ def test_merges_that_a_crash_has_undone_count_in_a_replay_as_they_did_in_the_run
         type(coordinator.algorithm.merge), "on_rollback", lambda merge, state, merged: told.append(merged)
     )
     row = {"event": "resumed", "last_id": 9, "restarted": True, "undone": [[1, 3], [2, 3]]}
-    row |= {"start": {"min_clients": 2}, "goals": {"max_updates": 8, "max_time_s": None}}
+    row |= {"start": {"min_clients": 2, "count_lost": True}, "goals": {"max_updates": 8, "max_time_s": None}}
     Replay(coordinator, SimpleNamespace(follow=list)).run([row])
     assert told == [[(1, 3), (2, 3)]] and coordinator.limits.max_updates == 8

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from raafl.config.experiment import Experiment
+from raafl.config.options import Engine
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData
 from raafl.local.evaluate import Evaluator
@@ -27,6 +29,7 @@ from raafl.submodel import FlatTensors, Spec
 from raafl.transport import PeerLost
 from raafl.transport.tcp.connection import TcpConnection
 from tests.helpers import cached_models
+from tests.helpers.emulated_ray import Cluster, emulated_ray
 from tests.helpers.real_ranks import ranks as real_ranks
 from tests.helpers.small_runs import Finished
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
@@ -66,6 +69,34 @@ def inline(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Iter
 def cohorts(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Iterator[BatchedExecutor]:
     with closing(BatchedExecutor(bench.trainer, data.__getitem__, 5)) as executor:
         yield executor
+
+
+@contextmanager
+def ray(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Iterator[Executor]:
+    with on_cluster(bench, data, num_processes) as (executor, _):
+        yield executor
+
+
+@contextmanager
+def on_cluster(
+    bench: Bench,
+    data: list[ClientData],
+    num_cpus: float,
+    engine: Engine | None = None,
+    workers: int = 1,
+    num_gpus: float = 0.0,
+) -> Iterator[tuple[Any, Cluster]]:
+    """Return a context with an executor over an emulated Ray cluster, and this."""
+    made: Any = SimpleNamespace(engine=engine or Engine("ray"), workers=workers)
+
+    def build(_: Experiment) -> tuple[Any, Executor]:
+        return bench.trainer, Inline(bench.trainer, data.__getitem__)
+
+    with (
+        emulated_ray(num_cpus, num_gpus) as (module, cluster),
+        closing(module.RayExecutor(made, bench.trainer, build)) as executor,
+    ):
+        yield executor, cluster
 
 
 @contextmanager

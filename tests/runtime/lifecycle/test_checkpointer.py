@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from raafl.errors import BadInput
 from raafl.runfolder import append_file, checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm
+from raafl.runfolder.seals import read_seals
+from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm, cause, check_space
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import experiment
 
@@ -60,6 +65,33 @@ def test_checkpoints_by_time_change_nothing_else_and_are_bounded(tmp_path, check
     files = list((folder / "checkpoints").glob("*.ckpt"))
     assert least <= len(files) <= most
     assert checkpoint.newest(folder).stem == f"version-{summary['versions']:06d}"
+
+
+def test_each_checkpoint_is_sealed_once_it_is_written_with_the_rows_before_it(tmp_path, monkeypatch):
+    write, rows = checkpoint.write, {}
+
+    def fail_first(folder, content, **options):
+        version = content["global_step"]
+        rows[version] = (folder / "events.jsonl").read_bytes().count(b"\n")
+        if version == 4:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return write(folder, content, **options)
+
+    monkeypatch.setattr(checkpoint, "write", fail_first)
+    _, folder = simulate(experiment(tmp_path / "run", "fed_async", checkpoint_every=4, keep_checkpoints=9))
+    found = [seal.data for seal in read_seals(folder / "seals.jsonl")]
+    assert [(seal["version"], sorted(seal["files"])) for seal in found[:-1]] == [
+        (0, ["config.yaml"]),
+        (8, ["checkpoints/version-000008.ckpt"]),
+        (12, ["checkpoints/version-000012.ckpt"]),
+    ]
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    for seal in found[1:-1]:
+        assert (
+            1 < seal["rows"] <= rows[seal["version"]] and json.loads(lines[seal["rows"] - 1])["chain"] == seal["head"]
+        )
+        (path, digest), *_ = seal["files"].items()
+        assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == digest
 
 
 def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_is_tried(tmp_path, monkeypatch, capsys):
@@ -120,3 +152,22 @@ def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monke
     assert summary["unwritten"]["events.jsonl"] > 6 and summary["unwritten"]["clients.csv"] >= 6
     assert any("deleted during the run" in line for line in summary["warnings"])
     assert (folder / "config.yaml").exists() and (folder / "summary.json").exists()
+
+
+def test_space_for_all_checkpoints_one_more_and_the_model_is_asked_for_where_the_folder_will_be(tmp_path, monkeypatch):
+    free, asked = iter((40, 39)), []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=next(free)))
+    check_space(tmp_path / "new" / "run", 10, keep=2)
+    words = r"has 39 B free, but the run will write 40 B or more \(2 \+ 1 checkpoints and the model, 10 B each"
+    with pytest.raises(BadInput, match=words):
+        check_space(tmp_path / "new" / "run", 10, keep=2)
+    assert asked == [tmp_path] * 2
+
+
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+def test_the_systems_words_are_found_behind_an_error_of_torch(link):
+    outer = RuntimeError("unexpected\n pos 64")
+    setattr(outer, link, OSError("no number"))
+    assert cause(outer) == "RuntimeError: unexpected pos 64"
+    getattr(outer, link).__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert cause(outer) == "No space left on device"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ from raafl.core.options import Guard, Privacy, Rounds
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import with_options
 from raafl.runfolder.journal import FolderLock
-from raafl.runtime.server.host import _admit, _seldom_collecting, host, waits_note
+from raafl.runtime.server.host import _admit, _seldom_collecting, _storage, host, waits_note
+from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import Kind, Refused, Transport
 from tests.helpers.small_runs import digits, small_mlp
 
@@ -33,6 +36,21 @@ def test_what_a_silent_client_would_hold_up_is_said_at_the_start(algorithm, more
     experiment = Experiment(model=small_mlp, data=digits, algorithm=method, clients=2, **more)
     found = waits_note(experiment, with_options(method, experiment.rounds, Guard(), Privacy(), 2).trigger)
     assert found is None if says is None else says in found
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "can_reserve", "expected"),
+    [(100, True, ("folder", 100, 5000)), (100, False, None), (None, True, None), (None, False, None)],
+)
+def test_large_payloads_are_stored_in_files_where_the_system_can_reserve_their_space(
+    monkeypatch, payload_bytes, can_reserve, expected
+):
+    """Without a reservation a full disk would kill the server, when it writes to a file that is mapped into its memory."""
+    if not can_reserve:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    sizes = {"payload_memory_bytes": payload_bytes, "payload_memory_total_bytes": 5000}
+    made = Experiment(model=small_mlp, data=digits, algorithm=ALGORITHMS["fed_avg"](), clients=2, **sizes)
+    assert _storage(made, Path("folder")) == (PayloadRoom() if expected is None else PayloadRoom(*expected))
 
 
 class Port(Transport):

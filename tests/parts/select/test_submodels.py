@@ -140,6 +140,13 @@ def test_ties_are_broken_at_random():
     assert set(counts) == {1, 2, 3} and min(counts.values()) > 140
 
 
+def test_devices_that_need_no_time_may_train_every_fragment():
+    fleet = fleet_of([float("inf")] * 3)
+    select = Fragments(TABLE_4[3])
+    assert select.bound(fleet) == 0.0
+    assert [select.allowed(client, fleet) for client in fleet.clients.values()] == [[1, 2, 3]] * 3
+
+
 def test_random_stays_within_k_and_mp_ignores_it():
     fleet = fleet_of([10.0, 10.0, 1.0])
     slow = fleet.clients[3]

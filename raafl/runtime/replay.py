@@ -171,12 +171,7 @@ def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
         saved = checkpoint_reader.load(folder)
         values = parts.coordinator.state.values
         theirs = FlatTensors.from_named({name: saved.values[name] for name, _ in values.items()}, values.layout)
-        gaps = torch.cat(
-            [
-                (a.double() - b.double()).flatten()
-                for a, b in zip(values.buffers.values(), theirs.buffers.values(), strict=True)
-            ]
-        )
+        gaps = torch.cat([buffer.double() - theirs.buffers[dtype].double() for dtype, buffer in values.buffers.items()])
         return {"version": saved.version, "max": gaps.abs().max().item(), "rms": gaps.square().mean().sqrt().item()}
     return None
 

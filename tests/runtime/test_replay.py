@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder import checkpoint_reader
-from raafl.runtime.replay import Replay, replay
+from raafl.runtime.replay import Replay, _distance, replay
 from raafl.runtime.run import simulate
+from raafl.submodel import FlatTensors
 from tests.helpers import forkserver
 from tests.helpers.coordinators import coordinator_for
 from tests.helpers.forked_command import command
@@ -142,6 +144,20 @@ def test_another_order_of_arrivals_parts_from_the_recording(tmp_path):
     result = replay(tmp_path / "run")
     assert result["equal"] is False and result["parted_at"]["event"] >= 4 + 9
     assert result["distance"]["max"] > 0 and result["distance"]["rms"] > 0
+
+
+def test_the_distance_of_another_model_is_that_from_the_last_checkpoint(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=4", "--checkpoint_every=2", "--keep_checkpoints=5")
+    values = FlatTensors.from_named(checkpoint_reader.load(tmp_path / "run").values)
+    (buffer,) = values.buffers.values()
+    buffer[5] += 4.0
+    buffer[-1] -= 3.0
+    parts = SimpleNamespace(coordinator=SimpleNamespace(state=SimpleNamespace(values=values)))
+    distance = _distance(tmp_path / "run", parts)
+    rms = 5.0 / len(buffer) ** 0.5
+    assert distance == {"version": 4, "max": pytest.approx(4.0), "rms": pytest.approx(rms, rel=1e-6)}
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert _distance(tmp_path / "run", parts) is None
 
 
 @pytest.mark.long("test_the_first_update_that_differs_is_named")

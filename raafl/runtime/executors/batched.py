@@ -18,7 +18,7 @@ import heapq
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -239,8 +239,8 @@ class BatchedExecutor(Executor):
             return
         if not trial:
             standing.seen |= trained.seen.keys()
-            rest = [member for member in members if member.assignment.id not in new]
-            self._keep(rest, [trained] * len(rest))
+            rest = {number: trained for member in members if (number := member.assignment.id) not in new}
+            self._keep(rest)
             self._num_cohorts += bool(rest)
             self._num_in_cohorts += len(rest)
             return
@@ -273,7 +273,7 @@ class BatchedExecutor(Executor):
             self._leave(kind, error)
             return
         standing.seen |= trained.seen.keys()
-        self._keep(members, [trained] * len(members))
+        self._keep({member.assignment.id: trained for member in members})
         self._num_cohorts += 1
         self._num_in_cohorts += len(members)
         self.batch_trained([member.assignment.id for member in members])
@@ -396,7 +396,7 @@ class BatchedExecutor(Executor):
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
         """Train a batch's tasks one by one, too; return the first difference, and the seconds of this and of reading the batch."""
-        found: list[Trained | Update | TaskFailed] = []
+        found: dict[int, Trained | Update | TaskFailed] = {}
         seconds, asked_s, different = 0.0, 0.0, ""
         for member in members:
             begun = time.thread_time()
@@ -419,16 +419,16 @@ class BatchedExecutor(Executor):
                     different = different or format_error(error)
             else:
                 different = "the training step fails"
-            found.append(update)
-        self._keep(members, found)
+            found[member.assignment.id] = update
+        self._keep(found)
         self._loop_s += seconds
         return different, seconds, asked_s
 
-    def _keep(self, members: Sequence[Member], found: Sequence[Trained | Update | TaskFailed]) -> None:
-        for member, one in zip(members, found, strict=True):
-            number = member.assignment.id
+    def _keep(self, found: Mapping[int, Trained | Update | TaskFailed]) -> None:
+        """Store results by their tasks' ids; the tasks wait no longer."""
+        for number in found:
             del self._waiting[self._kinds[number]][number]
-            self._kept[number] = one
+        self._kept |= found
 
     def _leave(self, kind: Like, error: BaseException) -> None:
         """Train tasks of this kind one by one from now on, because of ``error``, or after `_MOST_PARTED` differing branches."""

@@ -214,7 +214,7 @@ class ClientState:
         if folder is not None:
             from raafl.submodel.tensor_files import is_in_files, release, zeros_in
 
-            if not all(map(is_in_files, [*kept.values()][:1])):
+            if kept and not is_in_files(next(iter(kept.values()))):
                 for client, flat in kept.items():
                     kept[client] = zeros_in(folder, flat.layout).copy_(flat)
                     release(kept[client])

@@ -365,7 +365,7 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
     for dtype, buffer in buffers.items():
         where = _ALL if part is None else part[dtype]
         values = buffer if where is _ALL or (where.stop == buffer.numel() and not where.start) else buffer[where]
-        if before is None and dtype is torch.float32 and 0 < values.numel() <= PIECE:
+        if before is None and dtype is torch.float32 and values.numel() <= PIECE:
             squares.append(_square(values))
             continue
         values = reals(values)

@@ -381,7 +381,7 @@ class WindowPieces(OneOf):
         self._windows()
 
     def _windows(self) -> RollingWindows:
-        return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
+        return RollingWindows(ratio=self.ratio, segments=self.segments)
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
         """Return all pieces of the model, those of the largest of ``rates`` first.

@@ -57,6 +57,7 @@ class Cluster:
         self.options: dict[str, Any] = {}  # of the function that trains a task
         self.tasks: list[Reference] = []
         self.cancelled: list[Reference] = []
+        self.num_running: list[int] = []  # number of tasks among which a wait has waited for one
         self.stored: weakref.WeakSet[Reference] = weakref.WeakSet()
         self.num_stored = 0
         names = ("put", "get", "wait", "remote", "cancel", "init", "shutdown", "is_initialized", "cluster_resources")
@@ -86,10 +87,13 @@ class Cluster:
     ) -> tuple[list[Reference], list[Reference]]:
         """Without a timeout, end tasks in their order until so many have ended; with one, none ends meanwhile."""
         assert not fetch_local, "the results would all be copied here"
+        assert timeout in (None, 0.0), "the run would wait though it has other things to do"
         assert 1 <= num_returns <= len(references) == len(set(references))
         for running in [one for one in references if one.call is not None]:
             if timeout is None and sum(one.call is None for one in references) < num_returns:
                 running.end()
+        if timeout is None:
+            self.num_running.append(len(references))
         ended = [one for one in references if one.call is None][:num_returns]
         return ended, [one for one in references if one not in ended]
 
@@ -106,6 +110,7 @@ class Cluster:
         return SimpleNamespace(options=with_options)
 
     def cancel(self, reference: Reference) -> None:
+        assert self.started, "this would start a cluster"
         if reference.call is not None:
             reference.call = None
             self.cancelled.append(reference)

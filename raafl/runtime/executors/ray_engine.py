@@ -148,7 +148,7 @@ class RayExecutor(Executor):
         task = self._tasks.get(assignment_id)
         if task is None:
             return
-        if task.answer is not None and self._out.pop(task.answer, None) is not None:
+        if self._out.pop(task.answer, None) is not None:  # it may have ended, or not been given
             ray.cancel(task.answer)
         self._forget(assignment_id)
 
@@ -207,7 +207,7 @@ class RayExecutor(Executor):
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s, there = time.monotonic(), ray.cluster_resources()  # type: ignore[no-untyped-call]
             asked = {"CPU": self._options.cpus_per_worker, "GPU": self._options.gpus_per_worker}
-            self._slots = min((int(there.get(name, 0.0) / share) for name, share in asked.items() if share), default=1)
+            self._slots = min((int(there.get(name, 0.0) / share) for name, share in asked.items() if share))
         return self._slots
 
     def _found(self, assignment: Assignment, meta: dict[str, Any], arrays: list[np.ndarray] | None) -> Update:

@@ -52,7 +52,6 @@ class Session(ABC):
         self._outbox: Mailbox[Task | NoRoom | str] = Mailbox()
         self._stopping: str | None = None
         self._told = False
-        self._heard_s = time.monotonic()  # time of the last message to the client, or of the beginning of its idle time
         self._branches: list[Branch] = []
         self._branch_look_s = setup.waits.idle_s
         self.protocol = SessionProtocol(client, incarnation, setup, inbox.put, self, known)
@@ -223,21 +222,10 @@ class Session(ABC):
 
     async def _send(self, message: Message) -> int:
         sent = await self._write(message)
-        self._heard_s = time.monotonic()
         await self._say_if_stopping()  # `stop` could not send while this message was being sent
         return sent
 
-    async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
-        """Wait for an item of a mailbox, while the connection is checked and heartbeats are sent."""
-        due_s = self._waits.idle_s / 3
-        if mailbox.is_empty and time.monotonic() - self._heard_s >= due_s:
-            await self._write(Message(Kind.KEEPALIVE, 0, self.incarnation))
-            self._heard_s = time.monotonic()
-        left_s = self._heard_s + due_s - time.monotonic()
-        return await self._take(mailbox, min(left_s + 1e-3, seconds), watches=True)
-
     async def _next_task(self) -> Task | None:
-        self._heard_s = time.monotonic()
         while True:
             with suppress(queue.Empty):
                 command = await self._idle(self._outbox, math.inf)
@@ -307,6 +295,10 @@ class Session(ABC):
         """Receive a message of the client; see `Connection.recv`."""
 
     @abstractmethod
+    async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
+        """Wait for an item of a mailbox like `_take`, while the connection is checked and heartbeats are sent."""
+
+    @abstractmethod
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
         """Wait for an item of a mailbox; raises `queue.Empty` after ``seconds``, or earlier.
 
@@ -357,6 +349,7 @@ class ThreadSession(Session):
         # time. `_stopping` is set before the lock is tried, and checked after it is released, so exactly one of both
         # sends the stop message.
         self._sending = threading.RLock()
+        self._heard_s = time.monotonic()  # time of the last message to the client, or of the beginning of its idle time
         self._branch_look_s = _BRANCH_LOOK_S  # look often, since nothing wakes a side thread that is no longer needed
 
     # ---- called on the run's loop ----
@@ -425,10 +418,23 @@ class ThreadSession(Session):
 
     async def _write(self, message: Message, wait_s: float | None = None) -> int:
         with self._sending:
-            return self._line.send(message, wait_s)
+            sent = self._line.send(message, wait_s)
+        self._heard_s = time.monotonic()
+        return sent
 
     async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:
         return self._line.recv(expect, wait_s, finite=finite)
+
+    async def _next_task(self) -> Task | None:
+        self._heard_s = time.monotonic()
+        return await super()._next_task()
+
+    async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
+        due_s = self._waits.idle_s / 3
+        if mailbox.is_empty and time.monotonic() - self._heard_s >= due_s:
+            await self._write(Message(Kind.KEEPALIVE, 0, self.incarnation))
+        left_s = self._heard_s + due_s - time.monotonic()
+        return await self._take(mailbox, min(left_s + 1e-3, seconds), watches=True)
 
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
         try:

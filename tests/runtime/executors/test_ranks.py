@@ -20,7 +20,9 @@ from raafl.algorithms import fed_async, fed_avg
 from raafl.core.hooks import RunHooks
 from raafl.errors import TaskFailed
 from raafl.local import failure
+from raafl.runtime.executors import Inline
 from raafl.runtime.executors import ranks as ranks_module
+from raafl.runtime.executors.ranks import RankExecutor
 from tests.conformance.executors import WAIT_S, Slow, clients, one_by_one, pool, ranks, tasks_of, told
 from tests.helpers.forked_command import command, wait_for
 from tests.helpers.guards import is_tracker
@@ -74,6 +76,17 @@ class Failing(Net):
         if os.getpid() != HERE:
             raise ZeroDivisionError("in the user's code")
         return super().training_step(batch, index)
+
+
+def test_a_free_rank_is_given_the_most_urgent_task_and_nothing_once_the_run_has_ended():
+    data, bench = clients(), Bench.of(Net)
+    executor = RankExecutor(bench.trainer, Inline(bench.trainer, data.__getitem__))
+    for (task, values), needed_at in zip(tasks_of(bench, 4), (3.0, 1.0, 2.0, 4.0), strict=True):
+        executor.submit(task, values, needed_at)
+    given = [executor._next() for _ in range(3)]
+    assert [[task.assignment.id for task in some] for some in given] == [[2], [3], [1]]
+    executor._end()
+    assert executor._next() is None
 
 
 @pytest.mark.quick_cases("1")

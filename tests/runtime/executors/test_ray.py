@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -121,6 +122,17 @@ def test_a_cluster_is_given_two_tasks_for_each_worker_and_then_the_most_urgent_a
         assert all(executor.result(number).assignment == number for number in range(2, 9))
 
 
+def test_the_workers_have_work_while_one_result_is_awaited_or_others_are_read(bench):
+    with on_cluster(bench, clients(), 2) as (executor, cluster):
+        for task, values in tasks_of(bench, 12):
+            executor.submit(task, values, float(task.id))
+        executor.result(4)
+        assert cluster.num_running == [4, 4, 4, 4]  # as long as there are tasks, four are given
+        cluster.tasks[5].end()
+        executor.result(2)  # has ended before
+        assert given(executor, cluster)[-1] == 9
+
+
 @pytest.mark.parametrize(("workers", "num_cpus", "expected"), [(3, 1, 3), (2, 8, 2), (1, 1, 2), (1, 3, 6), (1, 2.9, 4)])
 def test_workers_bounds_what_is_given_at_a_time(bench, workers, num_cpus, expected):
     with on_cluster(bench, clients(), num_cpus, workers=workers) as (executor, cluster):
@@ -184,6 +196,10 @@ def test_a_task_that_is_dropped_is_ended_in_the_cluster_and_one_that_waits_never
         executor.close()
         assert cluster.cancelled == [first, cluster.tasks[2]] and cluster.started, "somebody else has started it"
         assert second.call is None and not executor._tasks
+        cluster.started = False
+        executor.close()  # does nothing: in Ray, to cancel a task again would start a cluster
+        gc.collect()
+        assert len(cluster.stored) == 1  # the model and the data
 
 
 def test_the_size_of_the_cluster_is_looked_up_every_few_seconds(bench, monkeypatch):
@@ -223,11 +239,12 @@ def test_a_worker_that_cannot_train_ends_the_run_by_name(bench):
 
 
 @pytest.mark.parametrize(
-    ("workers", "cpus_per_worker", "expected"), [(1, 1.0, os.cpu_count()), (3, 1.0, 3), (3, 0.5, 1), (2, 2.0, 4)]
+    ("workers", "cpus_per_worker", "expected"), [(1, 1.0, 7), (3, 1.0, 3), (3, 0.5, 1), (2, 2.0, 4)]
 )
 def test_a_cluster_that_the_run_starts_has_room_for_its_workers_and_ends_with_it(
     bench, monkeypatch, workers, cpus_per_worker, expected
 ):
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         monkeypatch.setenv(name, "as before the test")
         monkeypatch.delenv(name)
@@ -235,12 +252,41 @@ def test_a_cluster_that_the_run_starts_has_room_for_its_workers_and_ends_with_it
     with emulated_ray(expected, started=False) as (module, cluster):
         started = module.RayExecutor(made, bench.trainer, None)
         assert cluster.begun["num_cpus"] == expected and cluster.begun["address"] is None
+        assert not cluster.begun["include_dashboard"] and not cluster.begun["log_to_driver"]
         assert os.environ["RAY_USAGE_STATS_ENABLED"] == os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] == "0"
         started.close()
         assert not cluster.started
         cluster.started = True  # by somebody else
         started.close()
         assert cluster.started
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (None, None, "engine asks for 2 CPUs and 0 GPUs for each worker, but the cluster has 1 CPUs and 0 GPUs in all"),
+        (
+            "put",
+            TypeError("no file"),
+            "engine.name is 'ray', to which the model or the data cannot be sent (no file): let",
+        ),
+        ("init", ConnectionError("nobody"), "engine.address is None, where no Ray cluster can be used (nobody): give"),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_is_refused_and_left_alone(bench, monkeypatch, function, error, words):
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "0")
+
+    def fail(*_, **__):
+        raise error
+
+    made = experiment("unused", engine=Engine("ray", cpus_per_worker=1.0 if function else 2.0), workers=2)
+    with emulated_ray(1, started=False) as (module, cluster):
+        if function is not None:
+            monkeypatch.setattr(cluster.module, function, fail)
+        with pytest.raises(BadInput, match=f"^{re.escape(words)}"):
+            module.RayExecutor(made, bench.trainer, None)
+        assert not cluster.started, "what the run has started ends with it"
 
 
 def test_ray_is_named_with_its_extra_where_it_is_not_installed(tmp_path, monkeypatch):

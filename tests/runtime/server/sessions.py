@@ -10,6 +10,7 @@ from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.link import Inbox
+from raafl.runtime.server.session import ThreadSession
 from raafl.runtime.server.session_loop import LoopSession
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FULL, FlatTensors
@@ -31,16 +32,17 @@ def task(number=1, **fields):
 
 
 class Table:
-    """A session and the other end of its pair, which the test plays."""
+    """A session and the other end of its pair, which the test plays; ``has_thread``: whether the session has one of its own."""
 
-    def __init__(self, terms=None, share=0, profile=None, extensions=(), **waits):
+    def __init__(self, terms=None, share=0, profile=None, extensions=(), has_thread=False, **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
         ours, theirs = socket.socketpair()
         times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
         moved = lambda down, up: self.moved.append((down, up))  # noqa: E731
         setup = SessionSetup(self.state.submodels, times, moved, terms=terms or Terms(), extensions=extensions)
         known = ClientInfo(4, share, profile or Profile())
-        self.session = LoopSession(LOOP, 4, 0, TcpConnection(ours, 20.0), setup, self.inbox, known)
+        pair, more = TcpConnection(ours, 20.0), (setup, self.inbox, known)
+        self.session = ThreadSession(4, 0, lambda: pair, *more) if has_thread else LoopSession(LOOP, 4, 0, pair, *more)
         self.session.start()
         self.theirs = theirs
         self.pair = TcpConnection(theirs, 20.0)
@@ -62,8 +64,8 @@ class Table:
         counts = {"num_samples": 17, "num_steps": 2, "metrics": {"loss": 0.5}}
         return self.say(Kind.UPDATE, number, {**counts, **(meta or {})}, tensors, incarnation)
 
-    def hear(self, into=None):
-        return self.pair.recv(lambda kind, number, meta: into, WAIT_S)
+    def hear(self, into=None, wait_s=WAIT_S):
+        return self.pair.recv(lambda kind, number, meta: into, wait_s)
 
     def assign(self, number=1):
         self.session.assign(task(number), self.state.values.clone())

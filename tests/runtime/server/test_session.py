@@ -195,10 +195,18 @@ def test_a_client_that_never_says_hello_is_lost_at_the_deadline():
     table.close()
 
 
-def test_an_idle_client_hears_that_the_server_is_alive():
-    table = Table(idle_s=0.3)
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_an_idle_client_hears_three_times_in_idle_s_that_the_server_is_alive(has_thread):
+    table, began = Table(has_thread=has_thread, idle_s=1.5), time.monotonic()
     table.greet()
-    assert [table.hear().kind for _ in range(3)] == [Kind.KEEPALIVE] * 3
+    assert [table.hear(wait_s=1.5).kind for _ in range(3)] == [Kind.KEEPALIVE] * 3
+    assert time.monotonic() - began >= 1.5  # and no more often
+    assert table.assign().kind is Kind.ASSIGN
+    table.update()
+    assert table.event().update.refusal is None
+    began = time.monotonic()
+    assert table.hear(wait_s=1.5).kind is Kind.KEEPALIVE
+    assert time.monotonic() - began > 0.25  # it counts from the end of the task
     table.close()
 
 

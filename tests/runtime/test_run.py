@@ -81,7 +81,8 @@ def test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not(tmp_path, name, why
     assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
     assert resumed.summary["coverage"] == whole.summary["coverage"]
     assert whole.summary["coverage"]["mean"] == whole.summary["coverage"]["min"] == 1.0  # all train the whole model
-    assert resumed.summary["memory"] == whole.summary["memory"] and whole.summary["memory"]["predicted_bytes"] > 0
+    assert resumed.summary["peak_memory"] == whole.summary["peak_memory"]
+    assert whole.summary["peak_memory"]["predicted_bytes"] > 0
 
 
 def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replays(tmp_path, monkeypatch, capsys):

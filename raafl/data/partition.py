@@ -21,6 +21,7 @@ import torch
 
 from raafl.data.labels import class_numbers
 from raafl.errors import BadInput, at_least, briefly
+from raafl.units import quantity
 
 _log = logging.getLogger(__name__)
 _MAX_TRIES = 100
@@ -117,6 +118,9 @@ class Partition(ABC):
         parts = self.assign(labels_n, num_clients, rng, {} if columns is None else columns)
         checked = _checked(type(self).__name__, parts, len(labels_n), num_clients)
         sizes, rows = [len(part) for part in checked], np.concatenate(checked)
+        if num_shared := int(np.count_nonzero(np.bincount(rows) > 1)):
+            name, some = type(self).__name__, quantity(num_shared, "sample")
+            _log.warning("%s.assign gave out %s more than once: each counts as often", name, some)
         return rows[np.lexsort((rows, np.repeat(np.arange(num_clients), sizes)))], sizes
 
     @abstractmethod
@@ -132,7 +136,8 @@ class Partition(ABC):
             columns: further values of each sample, by name.
 
         Returns:
-            Indices of each client's samples, in any order; a sample may belong to no client.
+            Indices of each client's samples, in any order; a sample may belong to no client, or be given out more than
+            once, which is warned of.
         """
 
 
@@ -330,9 +335,18 @@ class ByColumn(Partition):
     ) -> list[Ints]:
         """Give all samples that share a value of the column to one client; see `Partition.assign`."""
         if self.column not in columns:
-            known = f"columns {', '.join(sorted(columns))}: name one" if columns else "no columns: use Iid"
-            raise BadInput(f"ByColumn: column is {self.column!r}, but the training data has {known}")
-        values, group = np.unique(np.asarray(columns[self.column]), return_inverse=True)
+            known = f"columns {', '.join(sorted(columns))}: name one, or" if columns else "no columns:"
+            raise BadInput(
+                f"ByColumn: column is {self.column!r}, but the training data has {known} give it an attribute "
+                f"{self.column!r} with a value for each sample, or use Iid"
+            )
+        try:
+            values, group = np.unique(_one_dimensional(columns[self.column]), return_inverse=True)
+        except (TypeError, ValueError):
+            raise BadInput(
+                f"ByColumn: column {self.column!r} has entries that cannot be sorted, such as "
+                f"{_unsorted(columns[self.column])}: give each sample a text or a number"
+            ) from None
         if len(group) != len(labels):
             raise BadInput(
                 f"ByColumn: {self.column!r} has {len(group)} entries for {len(labels)} samples: give as many"
@@ -347,6 +361,20 @@ class ByColumn(Partition):
             return members
         hands = np.array_split(rng.permutation(len(values)), num_clients)
         return [np.concatenate([members[value] for value in hand]) for hand in hands]
+
+
+def _one_dimensional(column: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return a column as an array with one entry for each sample; raise ValueError if its entries are lists."""
+    found = np.asarray(column)
+    if found.ndim != 1:
+        raise ValueError
+    return found
+
+
+def _unsorted(column: Sequence[Any]) -> str:
+    """Name the type of the first entry of a column that is neither text nor a number; its value may be private."""
+    found = ((row, one) for row, one in enumerate(column) if not isinstance(one, str | int | float | np.generic))
+    return next((f"the {type(one).__name__} of sample {row}" for row, one in found), "texts among numbers")
 
 
 def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_clients: int) -> list[Ints]:

@@ -213,6 +213,26 @@ def test_by_column_errors():
         ByColumn("who").split([0, 0, 0], 3, 0, {"who": [1, 2, 2]})
     with pytest.raises(BadInput, match="2 entries for 3 samples"):
         ByColumn("who").split([0, 0, 0], 1, 0, {"who": [1, 2]})
+    with pytest.raises(
+        BadInput, match="has no columns: give it an attribute 'who' with a value for each sample, or use Iid"
+    ):
+        ByColumn("who").split([0, 0], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("column", "named"),
+    [
+        (["a", None, "b"], "the NoneType of sample 1"),
+        ([[1], [2], [1]], "the list of sample 0"),
+        ([[1], [1, 2], [1]], "the list of sample 0"),
+        ([{"a": 1}, {"a": 2}, {"a": 1}], "the dict of sample 0"),
+    ],
+)
+def test_a_column_whose_entries_cannot_be_sorted_is_refused(column, named):
+    with pytest.raises(
+        BadInput, match=f"'who' has entries that cannot be sorted, such as {named}: give each sample a text"
+    ):
+        ByColumn("who").split([0, 0, 0], 1, 0, {"who": column})
 
 
 def test_more_clients_than_data_names_both():
@@ -268,6 +288,15 @@ def test_a_partition_of_ones_own_gives_numbers_of_samples_of_any_kind():
     parts = Own([[5, 2], torch.tensor([1]), np.array([9, 0, 3], np.int32)]).split(LABELS, 3, 0)
     assert [part.tolist() for part in parts] == [[2, 5], [1], [0, 3, 9]]
     assert all(part.dtype == torch.int64 for part in parts)
+
+
+def test_samples_that_are_given_out_twice_are_warned_of(caplog):
+    """Shared rows, and draws with replacement, may be meant."""
+    parts = Own([[0, 1, 1], [2, 0], [3]]).split(LABELS, 3, 0)
+    assert [part.tolist() for part in parts] == [[0, 1, 1], [0, 2], [3]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Own.assign gave out 2 samples more than once: each counts as often"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -381,6 +382,27 @@ def test_clients_of_equally_many_samples_are_gathered_a_few_steps_at_a_time(monk
 def test_data_read_one_by_one_are_the_same_batches():
     bench = Bench.of(Mapped, data=OneByOne())
     check(bench, members(bench, data=OneByOne(), epochs=1))
+
+
+@pytest.mark.parametrize(("num", "change"), [(2000, 1.0), (4, 1e-9)])
+def test_arrays_in_batches_that_print_alike_are_not_taken_for_equal(num, change):
+    """Of an array NumPy prints eight digits, and of more than 1,000 entries the first and last three."""
+
+    class Weighed(Mapped):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) * float(1e6 * (batch["w"][num // 2] - 0.5))
+
+    def collating(client):
+        weights = np.full(num, 0.5 + 1e-6)
+        weights[num // 2] += client * change
+        return lambda given: {**{key: torch.stack([one[key] for one in given]) for key in "xy"}, "w": weights}
+
+    bench, data = Bench.of(Weighed, data=OneByOne()), OneByOne()
+    tasks = [
+        task._replace(data=ClientData(data, torch.arange(7), BATCH_SIZE, collating(task.assignment.client)))
+        for task in members(bench, sizes=(7, 7), data=data, epochs=1)
+    ]
+    check(bench, tasks)
 
 
 def test_what_is_logged_counts_by_the_samples_of_a_batch_whatever_its_tensors_show():

@@ -19,8 +19,9 @@ from raafl.core.algorithm import Training
 from raafl.errors import BadInput
 from raafl.log import in_notebook
 from raafl.runfolder import checkpoint_reader
+from raafl.runfolder.books import check_books
 from raafl.runtime.run import simulate
-from tests.helpers.small_runs import Finished, digits, experiment, finish, small_mlp, unequal
+from tests.helpers.small_runs import Finished, digits, equal_replay, experiment, finish, small_mlp, unequal
 
 TRAIN = Training(num_epochs=1, num_steps=None)
 
@@ -193,3 +194,25 @@ def test_a_resumed_run_repeats_the_evaluation_that_failed(tmp_path):
     measured, expected = ([{**row, "wall_s": None} for row in run.rows("metrics.csv")] for run in (resumed, whole))
     assert measured == expected and [row["version"] for row in measured] == [str(version) for version in range(13)]
     assert resumed.rows() == whole.rows()
+
+
+def test_a_run_whose_last_evaluation_failed_makes_it_when_it_is_resumed_and_then_ends(tmp_path):
+    made = {"model": lambda: FailsToValidate(64, (8,), 10), "algorithm": "fed_async", "eval_every": 100}
+    NUM_VALIDATED[0] = 1  # the third evaluation is the one at the end
+    failed = finish(experiment(tmp_path / "run", **made))
+    assert failed.summary["finished"].startswith("failed: evaluation of the global model at version 12: ZeroDivision")
+    assert checkpoint_reader.load(failed.folder).raafl["finished"] == "max_updates"
+    NUM_VALIDATED[0] = 1
+    again = Finished(*simulate(experiment(None, **made, resume=str(failed.folder))))
+    assert again.summary["finished"] == failed.summary["finished"]
+    NUM_VALIDATED[0] = -100
+    # limits do not matter any more
+    resumed = Finished(*simulate(experiment(None, **made, resume=str(failed.folder), max_time=1e-3)))
+    whole = finish(experiment(tmp_path / "whole", **made))
+    assert resumed.summary["finished"] == "max_updates" and resumed.digest == whole.digest
+    assert resumed.summary["model"] == "checkpoints/version-000012.ckpt"
+    measured, expected = ([{**row, "wall_s": None} for row in run.rows("metrics.csv")] for run in (resumed, whole))
+    assert measured == expected and resumed.rows() == whole.rows()
+    assert not check_books(resumed.folder).findings and equal_replay(experiment(None, **made), resumed)
+    with pytest.raises(BadInput, match="whose run is finished"):
+        simulate(experiment(None, **made, resume=str(resumed.folder)))

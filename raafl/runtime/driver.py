@@ -1,7 +1,6 @@
 """Run a coordinator on any clock: record each event, pass it to the coordinator, carry out the actions that it returns.
 
-Two runtimes are drivers: `raafl.runtime.simulation` on a virtual clock, `raafl.runtime.server.wall_clock` on the wall clock. Each
-has its own clock and timers, delivers assignments in its own way, and decides when to evaluate.
+Two runtimes are drivers: `raafl.runtime.simulation` on a virtual clock, `raafl.runtime.server.wall_clock` on the wall clock.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Driver(ABC):
         """Create a driver of a coordinator; an ``evaluator`` of None = the model is never evaluated."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
         self.hooks, self.progress = hooks or RunHooks(), progress
-        self.reason = ""
+        self.reason = coordinator.finished or ""  # a resumed run may lack nothing but its end
         self.error: CodeFailed | None = None
         self._is_summing = False  # whether a secure group's updates are being handled: no checkpoint yet
 
@@ -114,8 +113,7 @@ class Driver(ABC):
 
     def tell(self, event: Event) -> None:
         """Let the coordinator know what happens now."""
-        now = self.now
-        if self._admit(event, now):
+        if self._admit(event, now := self.now):
             self._handle(event, now)
 
     def _handle(self, event: Event, now: float) -> None:
@@ -206,6 +204,8 @@ class Driver(ABC):
         """Evaluate the model of a resumed run if its last evaluation had failed, or was not over at the checkpoint."""
         if self.evaluator is not None and self.record.awaits(version := self.coordinator.state.version):
             self._measure(version, self.now)
+        if self.reason in ENDS:
+            self._checkpoint()
 
     def _stop_if_asked(self) -> None:
         if not self.reason and (why := self.hooks.stop_asked()) is not None:

@@ -184,7 +184,7 @@ class Simulation(Driver):
 
     def run(self) -> str:
         """Run until the coordinator finishes or no event is left; return the reason for the end."""
-        if self.record.reached:  # the initial model may meet the targets
+        if self.record.reached and not self.reason:  # the initial model may meet the targets
             self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()

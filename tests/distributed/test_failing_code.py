@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,3 +141,31 @@ def test_code_that_fails_in_a_client_that_has_joined_ends_that_client_alone(tmp_
     (warning,) = [text for text in run.summary["warnings"] if text.startswith("client 2, task ")]
     assert warning in words and "Traceback" not in words
     assert run.text("failure.txt").count("in training_step") == 1
+
+
+class FailsAtTheEnd(MLP):
+    """Fails in the server's evaluations after the one of the initial model."""
+
+    fails = True
+
+    def validation_step(self, batch, batch_idx):
+        if self.fails and threading.current_thread().name == "evaluator":
+            raise ZeroDivisionError("no share")
+        return super().validation_step(batch, batch_idx)
+
+
+def test_a_last_evaluation_that_failed_is_made_when_the_run_is_resumed(tmp_path, monkeypatch):
+    model = {"model": lambda: FailsAtTheEnd(64, (8,), 10)}
+    made = experiment(tmp_path / "run", "fed_async", clients=2, eval_every=100, **model)
+    with ranks(made) as started:
+        failed = started.serve()
+        assert started.exit_codes() == {1: 0, 2: 0}
+    assert failed.summary["finished"].startswith("failed: evaluation of the global model at version 12: ZeroDivision")
+    monkeypatch.setattr(FailsAtTheEnd, "fails", False)
+    with ranks(replace(made, resume=str(failed.folder))) as started:
+        run = started.serve()
+        assert started.exit_codes() == {1: 0, 2: 0}
+    assert run.summary["finished"] == "max_updates" and run.digest == failed.digest
+    assert [row["version"] for row in run.rows("metrics.csv")] == ["0", "12"]
+    assert run.rows() == failed.rows() and not run.events("lost")
+    assert run.summary["model"] == "checkpoints/version-000012.ckpt"

@@ -21,14 +21,14 @@ from raafl.atomic_file import remove_leftovers
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
-from raafl.core.types import Limits
+from raafl.core.types import ENDS, Limits
 from raafl.errors import BadInput, RunFailed
 from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
 from raafl.runfolder.books import check_books, cut_incomplete_row
-from raafl.runfolder.events import JournalReader
+from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
@@ -93,7 +93,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
     _refuse_links(folder)
     saved = checkpoint_reader.load(folder)
-    if saved.raafl.get("finished") is not None:
+    if saved.raafl.get("finished") is not None and has_ended(folder):
         raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")
     if saved.raafl.get("runtime") != runtime:
         command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
@@ -102,6 +102,12 @@ def load(folder: Path, runtime: str) -> SavedRun:
     with restoring(found):
         _check(saved.raafl)
     return found
+
+
+def has_ended(folder: Path) -> bool:
+    """Check whether a run whose last checkpoint is its end has also made its last evaluation and its summary."""
+    summary = read_summary(folder)
+    return summary is not None and not str(summary.get("finished")).startswith(("interrupted", "failed"))
 
 
 @contextmanager
@@ -165,7 +171,9 @@ _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", 
 
 
 def _check(section: dict[str, Any]) -> None:
-    """Raise `KeyError` for a missing entry, `ValueError` for a count or a time that is negative or not finite."""
+    """Raise `KeyError` for a missing entry, `ValueError` for a count or a time that is negative or not finite, or no end."""
+    if section["finished"] not in (None, *ENDS):
+        raise ValueError(f"finished is {section['finished']!r:.40}")
     for name in _NEEDED:
         section["coordinator"][name]
     coordinator, clock = section["coordinator"], section["clock"]
@@ -183,7 +191,12 @@ def _check(section: dict[str, Any]) -> None:
 
 
 def check_limits(saved: SavedRun, limits: Limits) -> None:
-    """Raise `BadInput` for a limit, such as the number of updates, that the run had already reached at the checkpoint."""
+    """Raise `BadInput` for a limit, such as the number of updates, that the run had already reached at the checkpoint.
+
+    A run that lacks only its end does not merge any more, so that limits do not matter.
+    """
+    if saved.section["finished"] is not None:
+        return
     now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
     if limits.max_time_s is not None and limits.max_time_s <= now:
         raise BadInput(
@@ -322,7 +335,8 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     record.restore(saved.section["record"])
     coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
     restore(coordinator, saved.section["coordinator"])
-    if not saved.restarts:
+    coordinator.finished = saved.section["finished"]
+    if not saved.restarts or coordinator.finished is not None:
         return
     roster = coordinator.roster
     roster.last_id = max(roster.last_id, mended.last_id)  # the ids of lost tasks are not used again

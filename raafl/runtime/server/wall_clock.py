@@ -170,7 +170,8 @@ class Server(Driver):
         """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
         self._looked_s = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
-        for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
+        before = [] if self.reason else [*roster.clients.values(), *roster.suspended.values()]
+        for client in sorted(before, key=lambda client: client.id):
             # clients from before the restart are gone, and have to join again
             self._handle(Lost(client.id, RESTART, client.incarnation), self.now)
         if self._evaluator is not None:
@@ -184,7 +185,7 @@ class Server(Driver):
             self.note(f"waiting for {wanted}, for {duration(wait_s)} at most")
         with self._interrupt:
             try:
-                if self.record.reached:  # the initial model may meet the targets
+                if self.record.reached and not self.reason:  # the initial model may meet the targets
                     self.tell(Stop("target"))
                 while not self.reason:
                     self._turn()
@@ -355,7 +356,7 @@ class Server(Driver):
             self._farewell, entering = farewell, list(self._entering.values())
         for session in [*self.sessions.values(), *entering]:
             session.stop(farewell)
-        if self._evaluator is not None and self._evaluator.is_alive():
+        if self._evaluator is not None:  # its thread has ended if an evaluation has failed
             self._take_metrics(self._evaluator.finish(self.waits.eval_s))
             self.error = self.error or self._evaluator.failure
             if self._evaluator.is_alive() and self.progress is not None:

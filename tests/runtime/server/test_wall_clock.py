@@ -43,7 +43,7 @@ class Life:
 def server() -> Server:
     parts = {"state": None, "payload": None, "algorithm": fed_avg()}
     coordinator: Any = SimpleNamespace(
-        roster=SimpleNamespace(joins=Counter(), away=set()), overlap=False, works_ahead=False, **parts
+        roster=SimpleNamespace(joins=Counter(), away=set()), overlap=False, works_ahead=False, finished=None, **parts
     )
     unused: Any = SimpleNamespace()
     return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go

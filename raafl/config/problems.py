@@ -59,6 +59,8 @@ def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
             yield f"waits.{wait.name} is {value}: give seconds above 0"
     if experiment.guard.is_on and experiment.privacy.is_on:
         yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
+    if experiment.resume is not None:
+        yield from seed_file_problems(experiment.privacy.seed_file, experiment.resume)
     yield from _machine_problems(experiment)
     yield from _export_problems(experiment)
     checks = (
@@ -73,6 +75,15 @@ def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
         partial(_monitor, experiment),
     )
     yield from _refused(checks)
+
+
+def seed_file_problems(seed_file: str | None, folder: object) -> Iterator[str]:
+    """Yield an error if the file is missing from which the noise of the run in ``folder`` follows; a run would make a new one."""
+    if seed_file is not None and not Path(seed_file).exists():
+        yield (
+            f"privacy.seed_file is '{seed_file}', which is missing: restore the file from which the noise of '{folder}' was "
+            "computed"
+        )
 
 
 def _machine_problems(experiment: Any) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from raafl.config.parse import load_run
+from raafl.config.problems import seed_file_problems
 from raafl.core.coordinator import Coordinator
 from raafl.core.restoring import event_from_json
 from raafl.core.subfederation import from_json
@@ -71,12 +72,8 @@ def replay(
         raise BadInput(f"until is {until}: give the number of an event, from 1")
     rows, summary = read_run(folder, until)
     experiment = load_run(folder, trusted=trust_config, for_replay=True)
-    seed_file = experiment.privacy.seed_file
-    if seed_file is not None and not Path(seed_file).exists():  # a run would make a new one, wherever its config says
-        raise BadInput(
-            f"privacy.seed_file is '{seed_file}', which is missing: restore the file from which the noise of '{folder}' was "
-            "computed"
-        )
+    for problem in seed_file_problems(experiment.privacy.seed_file, folder):
+        raise BadInput(problem)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
     same_mode(experiment, begun, f"'{folder}'")

@@ -119,7 +119,7 @@ def test_updates_that_wait_at_the_end_are_not_merged_above_the_budget(tmp_path):
     assert ends["within"]["updates_merged"] > 0
 
 
-def test_a_secret_seed_is_needed_to_replay(tmp_path):
+def test_a_secret_seed_is_needed_to_replay_and_to_resume(tmp_path):
     options = ["--config", CONFIG, "--algorithm=fed_buff", "--algorithm.buffer_size=4", "--max_updates=8"]
     options += ["--privacy.clip_norm=0.5", f"--privacy.seed_file={tmp_path / 'seed'}", f"--output={tmp_path / 'run'}"]
     simulated(*options)
@@ -130,6 +130,10 @@ def test_a_secret_seed_is_needed_to_replay(tmp_path):
         BadInput, match=r"seed', which is missing: restore the file from which the noise of .*run' was computed"
     ):
         replay(tmp_path / "run")
+    with pytest.raises(
+        BadInput, match=r"seed', which is missing: restore the file from which the noise of '.*run' was c"
+    ):
+        simulated("--resume", str(tmp_path / "run"))
     assert not (tmp_path / "seed").exists()  # the config may be somebody else's, who names any path here
     (tmp_path / "seed").write_text("sum " + "ab" * 32)
     assert replay(tmp_path / "run")["equal"] is False

@@ -36,6 +36,8 @@ _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.mo
 _MAX_TEXT = 200_000
 SENDS: Final = ("output", "push_to_hub")
 """Fields that send a run's results elsewhere; only a config of this user's own may set them."""
+WRITES: Final = ("Privacy.seed_file", "ca2fl.memory_folder", "ram_fed.memory_folder")
+"""Parameters that name files to be written; a config that another site submits may not have them, whatever it reads."""
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
 _DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
@@ -155,17 +157,18 @@ def of_text(text: str, what: str, *, trusted: bool) -> str:
     It may say neither where results go nor which folder is resumed. `what`: whose config it is, for messages.
 
     Raises:
-        BadInput: the text is not a config, or it names classes that are not part of raafl and ``trusted`` is False.
+        BadInput: the text is not a config, or ``trusted`` is False and it names classes that are not part of raafl, or
+            files that the server would write.
     """
     try:
         tree = with_class_path(_tree(text))
         tree = {name: value for name, value in tree.items() if name not in (*SENDS, "resume")}
         if not trusted:
-            _check_names(tree)
+            _check_names(tree, may_write=False)
     except UntrustedValue as problem:
         raise BadInput(
-            f"the config of {what} is refused: {problem}: its author could choose which code runs at the server; let "
-            "the server's owner put the config into its folder, or start the server with --trust_config"
+            f"the config of {what} is refused: {problem}: its author could choose which code runs at the server, or which "
+            "files it writes; let the server's owner put the config into its folder, or start the server with --trust_config"
         ) from None
     return yaml.safe_dump(tree, sort_keys=False)
 
@@ -180,9 +183,9 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
         return False
 
 
-def _check_names(tree: Mapping[str, Any]) -> None:
-    """Raise `UntrustedValue` if the config names a class or function that is not raafl's."""
-    check = _Check(on_this_machine=True)
+def _check_names(tree: Mapping[str, Any], *, may_write: bool = True) -> None:
+    """Raise `UntrustedValue` if the config names a class or function that is not raafl's, or a file that it may not write."""
+    check = _Check(on_this_machine=True, may_write=may_write)
     for name, value in tree.items():
         check.section(name, value)
 
@@ -211,10 +214,20 @@ def _tree(text: str) -> dict[str, Any]:
 class _Check(Check):
     """Check of an untrusted config, which raises `UntrustedValue` for all but plain values and raafl's own classes."""
 
-    def __init__(self, *, on_this_machine: bool) -> None:
-        """Create a check; ``on_this_machine``: whether the config comes from this machine, so that it may name files."""
+    def __init__(self, *, on_this_machine: bool, may_write: bool = True) -> None:
+        """Create a check.
+
+        `on_this_machine`: whether the config comes from this machine, so that it may name files. `may_write`: whether
+        these may be files that are written, too.
+        """
         super().__init__()
-        self._local = on_this_machine
+        self._local, self._may_write = on_this_machine, may_write
+
+    def value(self, value: object, hint: object, where: str, parameter: str) -> None:
+        """Check a value against a type, and that it names no file that the config may not write."""
+        if value is not None and not self._may_write and parameter in WRITES:
+            _refuse(where, value, "which names what the server would write")
+        super().value(value, hint, where, parameter)
 
     def section(self, name: object, value: object) -> None:
         """Check one top-level field of an untrusted config."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,10 +13,10 @@ import pytest
 import yaml
 
 from raafl.config.argv import shipped
-from raafl.config.experiment import marked
+from raafl.config.experiment import field_types, marked
 from raafl.config.parse import load_run, parse
 from raafl.config.shared import sections
-from raafl.config.trust import _TEXTS, from_server, imports_only, of_folder, paths, registry
+from raafl.config.trust import _TEXTS, WRITES, from_server, imports_only, of_folder, paths, registry
 from raafl.errors import BadInput, RunFailed
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -220,6 +221,14 @@ def test_every_text_that_a_server_may_give_belongs_to_a_parameter():
     for rule in _TEXTS:
         owner, name = rule.split(".")
         assert name in inspect.signature(owners[owner]).parameters, rule
+
+
+def test_each_file_that_a_config_could_have_written_is_listed():
+    """Beside what a run folder is: `output`, `resume` and `push_to_hub`, which a submitted config loses."""
+    owners = {entry.name: entry.find() for table in registry().values() for entry in table.values()}
+    owners |= {hint.__name__: hint for hint in field_types().values() if is_dataclass(hint)}
+    named = {f"{owner}.{name}" for owner, factory in owners.items() for name in inspect.signature(factory).parameters}
+    assert {name for name in named if name.endswith(("_file", "_folder", "_dir"))} == set(WRITES)
 
 
 def test_the_second_fence_lets_nothing_else_through_and_is_taken_down_again():

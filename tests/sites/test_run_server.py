@@ -121,6 +121,18 @@ def _trial(run="a", config=CONFIG):
 def test_a_submitted_config_may_not_say_where_it_writes():
     text = of_text(CONFIG + "output: /etc\nresume: /etc\npush_to_hub: {repo: a/b}\n", "run 'a'", trusted=False)
     assert not any(word in text for word in ("output", "resume", "push_to_hub"))
+    of_text(CONFIG + "privacy: {clip_norm: 1.0, seed_file: null}\n", "run 'a'", trusted=False)
+
+
+FOLDER = "algorithm: {class_path: ca2fl, init_args: {memory: disk, memory_folder: /etc}}\n"
+test_a_submitted_config_names_no_file_that_the_server_would_write = refuses(
+    lambda **fields: _trial(**fields),
+    (
+        {"config": CONFIG + "privacy: {clip_norm: 1.0, seed_file: /etc/noise}\n"},
+        "privacy.seed_file is '/etc/noise', which names what the server would write",
+    ),
+    ({"config": CONFIG + FOLDER}, "algorithm.memory_folder is '/etc', which names what the server would write"),
+)
 
 
 def test_a_config_in_the_folder_counts_once_it_was_read_twice_the_same(server, caplog):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +26,13 @@ from torch import Tensor
 from raafl.config.messages import ErrorCollector, Wrong, parser_of, relative, yaml_line
 from raafl.errors import BadInput, at_least, installing, nearest, positive
 from raafl.local.train import LocalTrainer
+from raafl.log import warn_once
 from raafl.parts.protect.privacy import epsilon, gaussian
 from raafl.plain_yaml import read_yaml
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import CHUNK, is_merged, reals
 
+_log = logging.getLogger(__name__)
 PINNED: Final = ("models", "data", "algorithms")
 """Fields with names of parts; `NAME@DIGEST` allows a part only with exactly the arguments of that digest."""
 
@@ -77,7 +80,7 @@ class Consent:
         how: ``ask`` = at the terminal; ``spool`` = by a request in a folder, which a reviewer answers.
         every: occasion to ask: ``run`` = before joining a run, ``task`` = before training, ``update`` = before sending
             an update.
-        folder: folder for the requests if ``how`` is ``spool``.
+        folder: folder for the requests if ``how`` is ``spool``, relative to the policy's file.
         wait_s: seconds to wait for an answer; no answer counts as a refusal.
     """
 
@@ -127,7 +130,8 @@ class SitePolicy:
     # names of the metrics that a client sends to the server with an update; ``*`` stands for any text. null = all
     metrics: list[str] | None = None
     consent: Consent | None = None  # settings of asking a person for consent; null = nobody is asked
-    # folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none
+    # folder, relative to the policy's file, in which used bytes and privacy budget are stored, so that they survive a
+    # restart; null = none
     state: str | None = None
     # largest share, above 0 up to 1, that one site may have in any part of a securely aggregated sum; groups in which a
     # site has more are refused. Only used with certificates
@@ -228,7 +232,7 @@ def same_part(field: str, allowed: str, path: str) -> bool:
 
 
 def load_policy(file: str) -> SitePolicy:
-    """Read the policy of a site from a YAML file.
+    """Read the policy of a site from a YAML file; its folders are relative to that file.
 
     Raises:
         BadInput: the file is missing or not a mapping, or fields are unknown or have wrong values (a line for each).
@@ -242,7 +246,31 @@ def load_policy(file: str) -> SitePolicy:
         raise BadInput(f"policy {file} holds {tree!r:.40}: write fields, with lines such as `models: [MLP]`")
     policy = make_record(tree, SitePolicy, "policy", file)
     policy.check()
-    return policy
+    state, consent = policy.state, policy.consent
+    if consent is not None and consent.folder is not None:
+        consent = replace(consent, folder=_placed(path, "consent.folder", consent.folder, ""))
+    return replace(policy, state=None if state is None else _placed(path, "state", state, FILE), consent=consent)
+
+
+def _placed(policy: Path, field: str, name: str, content: str) -> str:
+    """Return the path of a folder that a policy names: beside the policy, wherever the process was started.
+
+    Earlier versions had it in the folder in which the process was started; one that is there is used, so that no budget is
+    forgotten. `content`: file by which it is known; "" = none.
+
+    Raises:
+        BadInput: there are two such folders.
+    """
+    beside, before = policy.absolute().parent / name, Path(name).absolute()
+    has_moved, was_here = (beside / content).exists(), (before / content).exists()
+    if not was_here or (has_moved and (not content or beside.samefile(before))):
+        return str(beside)
+    if has_moved:
+        raise BadInput(
+            f"policy.{field} is '{name}', but there are two, '{beside}' and '{before}': remove one, or give its whole path"
+        )
+    warn_once(_log, f"policy.{field} is '{before}', but its place is beside the policy: move it to '{beside}'")
+    return str(before)
 
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

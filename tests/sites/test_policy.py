@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
 from raafl.errors import BadInput
 from raafl.sites.admit import open_gate
-from raafl.sites.policy import SitePolicy, load_policy, same_part
+from raafl.sites.policy import SiteBooks, SitePolicy, load_policy, same_part
 
 
 def written(tmp_path, text):
@@ -27,6 +29,44 @@ def test_an_empty_table_allows_everything_and_all_fields_are_read(tmp_path):
     assert policy.models == ["MLP", "model_zoo.CNN@0123456789abcdef"]
     assert (policy.max_bytes, len(policy.windows()), policy.min_samples) == (1.5e9, 1, 1)
     assert SitePolicy(bytes_per_day=1000, state="s").max_bytes == 1000
+
+
+SPOOL = "state: site-state\nconsent: {how: spool, folder: asked}\n"
+
+
+def folders(file):
+    policy = load_policy(file)
+    return policy.state, policy.consent.folder
+
+
+def test_a_policy_s_folders_lie_beside_it_wherever_a_client_is_started(tmp_path, monkeypatch):
+    (tmp_path / "site").mkdir()
+    file = written(tmp_path / "site", SPOOL)
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        assert folders(file) == (str(tmp_path / "site" / "site-state"), str(tmp_path / "site" / "asked"))
+    monkeypatch.chdir(tmp_path / "site")
+    SiteBooks(folders("site.yaml")[0]).add_bytes(7, date(2026, 1, 1))
+    assert SiteBooks(folders("site.yaml")[0]).used().bytes == 7
+    assert load_policy(written(tmp_path, f"state: {tmp_path / 'there'}\n")).state == str(tmp_path / "there")
+
+
+def test_what_an_earlier_version_kept_where_it_was_started_is_not_forgotten(tmp_path, monkeypatch, caplog):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "started").mkdir()
+    file = written(tmp_path / "site", SPOOL)
+    monkeypatch.chdir(tmp_path / "started")
+    SiteBooks("site-state").add_bytes(7, date(2026, 1, 1))
+    (tmp_path / "started" / "asked").mkdir()
+    for is_made in (False, True):
+        if is_made:
+            (tmp_path / "site" / "site-state").mkdir()  # without books
+        assert folders(file) == (str(tmp_path / "started" / "site-state"), str(tmp_path / "started" / "asked"))
+    assert f"its place is beside the policy: move it to '{tmp_path / 'site' / 'site-state'}'" in caplog.text
+    SiteBooks(str(tmp_path / "site" / "site-state"))
+    with pytest.raises(BadInput, match=r"policy.state is 'site-state', but there are two, '.*' and '.*': remove one"):
+        load_policy(file)
 
 
 def test_each_problem_is_a_line_of_its_own(tmp_path):

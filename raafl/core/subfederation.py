@@ -29,6 +29,8 @@ SIMULATED = "subfederations.size"
 CONTRIBUTIONS, JOURNAL = "contributions", "journal"
 """Keys in the plain data of a subfederation's answer."""
 
+MOST_SUBMODELS = 64
+"""Submodels of each client in one answer of its subfederation, at most: as many as the merges of a task in which all differ."""
 _PEAK = "memory/peak_bytes"
 _OF_THE_RUN_ABOVE = (
     *("max_updates", "max_time", "target", "checkpoint_every", "checkpoint_s", "keep_best", "push_to_hub", "logger"),
@@ -112,9 +114,14 @@ def check_contributions(
     `below`: number of clients that the subfederation may stand for.
 
     Raises:
-        ValueError: there are more updates than clients.
+        ValueError: there are more updates than clients, or more than `MOST_SUBMODELS` submodels of each.
         SpecError: a submodel is not part of what was sent.
     """
+    # before any of them is looked at: each costs a pass over the model, in a check and in the merge
+    if len(contributions) > MOST_SUBMODELS * below:
+        raise ValueError(
+            f"{len(contributions)} contributions of {below} clients, at most {MOST_SUBMODELS} of each count"
+        )
     spec, total = spec.without_base, 0.0
     own, by_spec = submodels.normal(spec), dict[Spec, list[Contribution]]()
     for one in contributions:

@@ -159,6 +159,7 @@ test_what_a_subfederation_says_is_checked = refuses(
     ({"data": [[{}, 1.0, 0, 1]]}, "a contribution has no number of samples or steps"),
     ({"data": [[{}, 1.0, 2.5, 1]]}, "a contribution has no number of samples or steps"),
     ({"data": [[{}, 4.0, 5, 1]]}, "4 updates of 3 clients"),
+    ({"data": [[{}, 1e-9, 5, 1]] * (64 * 3 + 1)}, "193 contributions of 3 clients, at most 64 of each count"),
     ({"data": [[7, 1.0, 5, 1]]}, "spec is '7'"),
     ({"data": [[{}, 1.0, 5, 1]], "spec": HALF}, "is no part of"),
     error=(ValueError, SpecError),
@@ -168,6 +169,7 @@ test_what_a_subfederation_says_is_checked = refuses(
 def test_contributions_of_one_submodel_are_one():
     data = [[HALF.to_json(), 1, 5, 2], [{}, 1, 7, 2], [HALF.to_json(), 1, 6, 3]]
     assert to_json(_checked(data)) == [[HALF.to_json(), 2.0, 11, 5], [{}, 1.0, 7, 2]]
+    assert _checked([[{}, 2**-6, 5, 1]] * (64 * 3))[0].num_updates == 3.0
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ class SecureLoop(LoopExtension):
         super().__init__(server)
         groups = SecureGroups.of(server.coordinator)
         assert groups is not None
-        self._aggregator = SecureAggregator(groups, server.note)
+        self._aggregator, self._least = SecureAggregator(groups, server.note), groups.least
         # events that arrived while a group was in progress; the coordinator gets them afterwards
         self._deferred: deque[Event] = deque()
 
@@ -369,6 +369,11 @@ class SecureLoop(LoopExtension):
     def is_busy(self) -> bool:
         """Whether a group's protocol is in progress, during which the coordinator gets no events."""
         return self._aggregator.is_running
+
+    @property
+    def least(self) -> int:
+        """Smallest number of clients in a group: with fewer, those that are there would wait for others for ever."""
+        return self._least
 
     def take(self, item: Event | ForExtension | None) -> None:
         """Pass a message or event to the groups; return None, since events reach the coordinator only between groups."""

@@ -16,6 +16,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
+from raafl.core.options import SecureAggregation
 from raafl.core.state import OneValue
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.parts.merge.mean import Mean
@@ -310,3 +311,11 @@ def test_a_model_may_lie_on_a_gpu(tmp_path, algorithm):
     base = settings(tmp_path, algorithm, server_device="cuda:0", fabric=FabricOptions(accelerator="cuda"))
     summary, _ = simulate(base)
     assert summary["finished"] == "max_updates"
+
+
+def test_clients_that_mask_do_not_wait_for_ever_for_one_that_is_gone(tmp_path):
+    masked = {"secure_aggregation": SecureAggregation(min_cover=3), "max_updates": 3_000}
+    with ranks(settings(tmp_path, fed_buff(buffer_size=3), **masked)) as fleet:
+        run = fleet.serve(after(3, Joined, lambda: fleet.send(3, signal.SIGKILL)))
+        assert {code for rank, code in fleet.exit_codes().items() if rank != 3} == {1}
+    assert run.summary["finished"] == "failed: only 2 clients are left, of 3 or more"

@@ -12,7 +12,7 @@ from raafl.runtime.replay import replay
 from raafl.sites.policy import SitePolicy, SitePrivacy
 from raafl.sites.secure_messages import UNCERTIFIED
 from raafl.sites.secure_server import SecureAggregator
-from tests.distributed.test_come_and_go import SEEN, On, parsed, settled
+from tests.distributed.test_come_and_go import SEEN, WAITS, On, parsed, settled
 from tests.helpers.certificates import federation
 from tests.helpers.joining_clients import remote
 from tests.helpers.small_runs import finish
@@ -95,3 +95,13 @@ def test_a_group_of_too_few_sites_is_not_opened(tmp_path):
             r"site 'north', key (\w{4}:){15}\w{4}, which policy.partners does not list", fleet.joiners[1].words()
         )
     assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN
+
+
+def test_a_run_with_too_few_clients_for_a_sum_ends_once_it_has_waited_for_others(tmp_path):
+    options = [*(option for option in OPTIONS if "fed_avg" not in option), "--algorithm=fed_buff"]
+    waits = replace(WAITS, alone_s=1.5)
+    experiment, config = parsed(tmp_path, *options, "--algorithm.buffer_size=3", waits=waits, second_s=0.02)
+    with remote(experiment, config, tmp_path, [(1, at("north")), (2, at("south"))]) as fleet:
+        run = fleet.serve(min_clients=2)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [1, 1]
+    assert run.summary["finished"] == "failed: 2 of 3 clients for 1.5 s (waits.alone_s)"

@@ -62,6 +62,11 @@ class LoopExtension:
         """Whether the coordinator is to hear of nothing, timers included."""
         return False
 
+    @property
+    def least(self) -> int:
+        """Smallest number of clients with which the run can go on."""
+        return 1
+
     def take(self, item: Event | ForExtension | None) -> Event | ForExtension | None:
         """Take what a session has said, called in each turn of the loop; return what others are to see of it."""
         return item
@@ -260,7 +265,7 @@ class Server(Driver):
             self.stop(f"failed: {error}")
 
     def _look_after_sessions(self) -> None:
-        """Close replaced sessions that do not end; end the run if no client has been connected for too long."""
+        """Close replaced sessions that do not end; end the run if too few clients have been connected for too long."""
         now, there = time.perf_counter(), len(self.sessions)
         # a turn that took long (a merge, a suspended machine) was no wait for clients: they could not have come in
         waited_s, self._looked_s = min(now - self._looked_s, _TURN_S), now
@@ -270,19 +275,22 @@ class Server(Driver):
                 self._sent_no_more(session.client, session.incarnation)
             elif until <= now:
                 session.abandon()
+        least = max((extension.least for extension in self._extensions), default=1)
         if self._patience_s is None:
-            if not there:
-                self.stop("failed: every client was lost")
+            if there < least:
+                every = "every client was lost" if not there else f"only {there} clients are left, of {least} or more"
+                self.stop(f"failed: {every}")
             return
         good = self.coordinator.admission.num_good
-        if good and self.coordinator.started:
+        if good >= least and self.coordinator.started:
             self._alone_s = 0.0
         elif not self._entering:
             self._alone_s += waited_s
         if self._alone_s > self._patience_s:
-            wanted = "" if self.coordinator.started else f" of {self.coordinator.limits.min_clients}"
+            wanted = max(least, 0 if (started := self.coordinator.started) else self.coordinator.limits.min_clients)
+            of = "" if started and least == 1 else f" of {wanted}"
             bad = f", and {there - good} whose updates are refused," if there > good else ""
-            self.stop(f"failed: {good}{wanted} clients{bad} for {self._patience_s:g} s (waits.alone_s)")
+            self.stop(f"failed: {good}{of} clients{bad} for {self._patience_s:g} s (waits.alone_s)")
 
     def _admit(self, event: Event, now: float) -> bool:
         if isinstance(event, Arrived):

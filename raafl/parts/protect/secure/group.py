@@ -217,8 +217,8 @@ def pair_sign(member_id: int, other: int) -> int:
 # same cells in the same order, since both derive them from the specs alone. Whole models have one cell; nested widths
 # have one for each width.
 
-MAX_SPECS = 62
-"""Distinct submodels in a group: bits of a whole number."""
+_SPECS_AT_ONCE = 48
+"""Distinct submodels that one pass tells apart: bits of a whole number of 63, less those of `MAX_CELLS`."""
 
 MAX_CELLS = 4096
 """Cells of a group; each has a seed of 32 bytes, shared among all members."""
@@ -283,31 +283,33 @@ class Coverage:
             specs: submodel of each member, by its id.
 
         Raises:
-            BadInput: there are more than `MAX_SPECS` distinct submodels, or more than `MAX_CELLS` cells.
+            BadInput: there are more than `MAX_CELLS` cells.
         """
         self._layouts = layouts
         self.specs = {member_id: layouts.submodels.normal(spec.without_base) for member_id, spec in specs.items()}
         distinct = list(dict.fromkeys(self.specs.values()))
-        if len(distinct) > MAX_SPECS:
-            raise BadInput(
-                f"secure_aggregation: a group has {len(distinct)} different submodels, at most {MAX_SPECS} can be summed: "
-                "use fewer rates or smaller groups"
-            )
-        codes = layouts.zeros(dtype=torch.int64)
-        for bit, spec in enumerate(distinct):
-            layouts.plan(spec, torch.int64).cover_(codes, 1 << bit)
-        found, cells = _numbered(buffer_of(codes).numpy(), len(distinct))
-        if len(found) > MAX_CELLS:
-            raise BadInput(
-                f"secure_aggregation: a group's submodels overlap in {len(found)} different ways, at most {MAX_CELLS} can be "
-                "summed: use fewer rates or smaller groups"
-            )
-        self.holders = [
-            frozenset(member_id for member_id, spec in self.specs.items() if int(code) >> distinct.index(spec) & 1)
-            for code in found
-        ]
-        whole = layouts.zeros(dtype=torch.int64)
-        buffer_of(whole).copy_(torch.from_numpy(cells))
+        whole = layouts.zeros(dtype=torch.int64)  # the cell of each element, by the submodels that were looked at
+        cells: list[frozenset[Spec]] = [frozenset()]
+        for first in range(0, len(distinct), _SPECS_AT_ONCE):
+            some, codes = distinct[first : first + _SPECS_AT_ONCE], buffer_of(whole)
+            codes.bitwise_left_shift_(len(some))
+            for bit, spec in enumerate(some):
+                layouts.plan(spec, torch.int64).cover_(whole, 1 << bit)
+            found, places = _numbered(codes.numpy(), len(some) + (len(cells) - 1).bit_length())
+            if len(found) > MAX_CELLS:
+                raise BadInput(
+                    f"secure_aggregation: a group's submodels overlap in {len(found)} different ways or more, at most "
+                    f"{MAX_CELLS} can be summed: use fewer rates or smaller groups"
+                )
+            codes.copy_(torch.from_numpy(places))
+            cells = [
+                cells[code >> len(some)].union(spec for bit, spec in enumerate(some) if code >> bit & 1)
+                for code in found.tolist()
+            ]
+        members: dict[Spec, list[int]] = {spec: [] for spec in distinct}
+        for member_id, spec in self.specs.items():
+            members[spec].append(member_id)
+        self.holders = [frozenset(member_id for spec in specs for member_id in members[spec]) for specs in cells]
         self._whole = whole
         self._cells: dict[Spec, np.ndarray] = {}
 

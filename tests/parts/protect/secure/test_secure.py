@@ -197,6 +197,26 @@ def test_many_submodels_find_the_same_cells_as_few(wide):
     assert len(set(specs.values())) == 17 and set(coverage.holders) == set(wanted)
 
 
+def test_a_group_may_have_more_submodels_than_a_number_has_bits(wide):
+    """Each of 255 clients has another: all subsets of the first layer's eight units but the empty one."""
+    units = [[unit for unit in range(8) if number >> unit & 1] for number in range(1, 256)]
+    specs = {key: Spec.select({"a": kept, "b": [key % 6]}) for key, kept in enumerate(units)}
+    coverage, wanted = Coverage(wide, specs), holders_by_hand(wide, specs)
+    assert set(coverage.holders) == set(wanted) and len(coverage.holders) == len(set(wanted))
+    for key, spec in list(specs.items())[::50]:
+        mine = [holders for holders in wanted if key in holders]
+        assert [coverage.holders[cell] for cell in coverage.cells_of(key)] == mine, spec
+
+
+def test_too_many_ways_to_overlap_are_refused(wide, monkeypatch):
+    monkeypatch.setattr("raafl.parts.protect.secure.group.MAX_CELLS", 5)
+    ways = len(set(holders_by_hand(wide, SPECS)))
+    with pytest.raises(
+        BadInput, match=f"a group's submodels overlap in {ways} different ways or more, at most 5 can be s"
+    ):
+        Coverage(wide, SPECS)
+
+
 def test_whole_models_have_one_cell(wide):
     coverage = Coverage(wide, dict.fromkeys(range(1, 8), FULL))
     assert len(coverage.holders) == 1 and coverage.shared_elements(1, 2) == slice(None)

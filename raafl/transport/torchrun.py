@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 dist: Any = _distributed  # untyped: most of torch.distributed has no annotations
 
-_LET_GO, _READY, _BEAT, _HERE = "let-go", "ready", "beat", "here"
+_LET_GO, _READY, _BEAT, _HERE, _MEETS = "let-go", "ready", "beat", "here", "meets"
 _LONGEST_S = 0.1  # longest pause in seconds between two checks for a client
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,10 +105,23 @@ class TorchrunTransport(Transport):
                 self._prepared.wait(min(self._wait_s / 5, 1.0))
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Wait until rank 0 is listening, then connect to it; raise `PeerTimeout` after ``wait_s``."""
+        """Wait until rank 0 is listening, then connect to it.
+
+        Raises:
+            PeerTimeout: rank 0 has not answered for ``wait_s``.
+            PeerLost: rank 0 is gone, or has ended the run before it met this client (see `let_go`).
+        """
         self._await_server()
-        with suppress(RuntimeError):  # an error is reported by `_meet`
+        try:
             self.store.set(f"{_HERE}/{self.client}", "1")
+            key = f"{_MEETS}/{self.client}"
+            if not self._is_set(key):
+                raise PeerTimeout(f"rank 0 has not met this rank for {self._wait_s:g} s (waits.join_s)")
+            is_met = self.store.get(key) == b"1"
+        except RuntimeError as error:
+            raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
+        if not is_met:
+            raise PeerLost("connection-closed", "it was let go before it connected")
         return self._meet(self.client, device)
 
     def _meet(self, client: int, device: torch.device | str) -> Connection:
@@ -119,18 +132,29 @@ class TorchrunTransport(Transport):
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
 
     def _await_client(self, client: int) -> None:
-        """Wait until a client's process is about to connect, since creating a process group cannot be interrupted."""
-        wait_s, deadline = 0.01, time.monotonic() + self._wait_s
+        """Wait until a client's process is about to connect, since creating a process group cannot be interrupted.
+
+        Both sides then do so, or neither: the client waits for what is decided here.
+        """
         try:
-            while not self.store.check([f"{_HERE}/{client}"]):
-                if not self._let_go.isdisjoint((None, client)):
-                    raise PeerLost("connection-closed", "it was let go before it connected")
-                if time.monotonic() > deadline:
-                    raise PeerTimeout(f"rank {client} has not come for {self._wait_s:g} s (waits.join_s)")
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_S)
+            is_here = self._is_set(f"{_HERE}/{client}", lambda: not self._let_go.isdisjoint((None, client)))
+            self.store.set(f"{_MEETS}/{client}", "1" if is_here else "0")
         except RuntimeError as error:
             raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
+        if not is_here and self._let_go.isdisjoint((None, client)):
+            raise PeerTimeout(f"rank {client} has not come for {self._wait_s:g} s (waits.join_s)")
+        if not is_here:
+            raise PeerLost("connection-closed", "it was let go before it connected")
+
+    def _is_set(self, key: str, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until a key of the store is set, ``wait_s`` at most, or until ``is_over``; return whether it is set."""
+        wait_s, deadline = 0.01, time.monotonic() + self._wait_s
+        while not self.store.check([key]):
+            if is_over() or time.monotonic() > deadline:
+                return False
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_S)
+        return True
 
     def _await_server(self) -> None:
         heard, wait_s, since = b"", 0.01, time.monotonic()

@@ -151,3 +151,18 @@ def test_a_server_stops_waiting_for_a_client_that_was_let_go(agent):
     server.announce(None, "failed: client 1 ended")
     thread.join(10)
     assert not thread.is_alive() and "let go before it connected" in found[0]
+
+
+def test_a_client_that_comes_after_it_was_let_go_is_not_left_waiting(agent):
+    """As that of a run that lacks only its end: rank 0 is done before the others have built their models."""
+    server = TorchrunTransport(0, 1, agent, 60.0, local=True)
+    server.listen(lambda client, peer, connect: None, print)
+    server.announce(None, "max_updates")
+    with pytest.raises(PeerLost, match="let go before it connected"):
+        server._meet(1, "cpu")
+    store = dist.TCPStore(HOST, agent.port, None, False, timeout=timedelta(seconds=2))
+    client = TorchrunTransport(1, 1, store, 60.0, local=True)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="let go before it connected"):
+        client.connect()
+    assert client.let_go() == "max_updates" and time.monotonic() - began < 10

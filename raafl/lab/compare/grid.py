@@ -32,7 +32,7 @@ from raafl.lab.compare.search import Trial, run_trials, trials_of
 Cell = tuple[str, str]
 """Name of a task and of a fleet."""
 
-_ALL = "*"  # key in `GridFleet.devices` that stands for all learning tasks
+_ALL = "*"  # key in `GridFleet.devices` that stands for all learning tasks without a key of their own
 TASK_S = "{task_s}"
 """Stands in a method's options for the seconds that a task should take: the fleet's `task_s` of the task."""
 
@@ -60,7 +60,7 @@ class GridFleet:
 
     name: str  # name of the fleet, from its file
     # value of `devices` in a config (`fleet:NAME`, a device file, or a list), by the learning task's name or `*` for
-    # all
+    # all others
     devices: Mapping[str, str]
     # virtual duration of a run, by the learning task's name: a number of seconds, or 90s, 5m, 2h
     max_time: Mapping[str, float | str]
@@ -165,7 +165,7 @@ class Grid:
             )
         else:
             rows = {label: (*options, *settings[label]) for label, options in rows.items()}
-        devices = fleet.devices.get(_ALL) or fleet.devices[task.name]
+        devices = fleet.devices.get(task.name) or fleet.devices[_ALL]
         every = None
         if self.evaluations is not None:
             every = f"{(seconds('max_time', fleet.max_time[task.name]) or 0.0) / self.evaluations:.6g}s"

@@ -74,6 +74,13 @@ def test_each_cell_has_its_rows_with_the_settings_of_one_search(finished):
     assert "fleet:four-classes/4e4" in result["cells"][1]["rows"][0]["runs"][0]["command"]
 
 
+def test_devices_of_a_task_count_before_those_of_all(tmp_path):
+    devices = {"*": "fleet:equal", "digits": "fleet:gpus"}
+    found = read_grid(written(tmp_path, **{"fleets/alike": {"devices": devices, "max_time": {"digits": "1s"}}}))
+    options = found.comparison(("digits", "alike")).options
+    assert options[options.index("--devices") + 1] == "fleet:gpus"
+
+
 def test_energy_is_watts_times_seconds_at_work_where_all_devices_have_watts(finished):
     _, out, result = finished
     alike, jetsons = ({row["row"]: row for row in cell["rows"]} for cell in result["cells"])

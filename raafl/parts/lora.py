@@ -197,7 +197,7 @@ class Starting(WrappedSelect):
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped selector's work, and record the version of the model from which the client starts."""
         work = super().__call__(client, fleet)
-        fleet.state.memory.of(LoraMemory).at_work[client.id] = fleet.state.version
+        fleet.state.memory.of(LoraMemory).begin(client.id, fleet.state.version)
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:

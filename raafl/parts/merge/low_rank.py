@@ -36,6 +36,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -85,8 +86,8 @@ class LoraMemory(MergeMemory):
     """Server state of merges of LoRA adapters."""
 
     key = "lora"
-    # by client: version of the model from which its current task started
-    at_work: dict[int, int] = field(default_factory=dict)
+    # by client: versions of the model from which its unanswered tasks started, two where it trains while it sends
+    at_work: dict[int, list[int]] = field(default_factory=dict)
     # by version and name of A: adapters of earlier versions, kept while a client works from them
     starts: dict[int, dict[str, Factors]] = field(default_factory=dict)
     # in the order of `GlobalState.waiting`: each waiting update's adapters by the name of A
@@ -96,9 +97,21 @@ class LoraMemory(MergeMemory):
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> LoraMemory:
-        """Restore the state of the LoRA merge; earlier versions stored weight and factor beside each update's pairs."""
+        """Restore the state; earlier versions had weight and factor beside each update's pairs, and one version for a client."""
         updates = [one["pairs"] if {"weight", "pairs"} <= one.keys() else one for one in data.get("updates", [])]
-        return super().from_plain({**data, "updates": updates})
+        of_clients = data.get("at_work", {}).items()
+        at_work = {client: own if isinstance(own, list) else [own] for client, own in of_clients}
+        return super().from_plain({**data, "updates": updates, "at_work": at_work})
+
+    def begin(self, client: int, version: int) -> None:
+        """Record the version from which a client's next task starts; of its tasks before, only the last can be unanswered."""
+        self.at_work[client] = [*self.at_work.get(client, [])[-1:], version]
+
+    def end(self, client: int, version: int) -> None:
+        """Forget a client's first task that started from ``version``, which is answered, and those before it."""
+        own = self.at_work.pop(client, [])
+        if left := own[own.index(version) + 1 :] if version in own else own:
+            self.at_work[client] = left
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class LowRank(Wrapped):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the client's adapters, and pass the update to the wrapped mean."""
         memory = state.memory.of(LoraMemory)
-        memory.at_work.pop(update.client, None)
+        memory.end(update.client, state.version - staleness)
         selections = state.submodels.selections(state.submodels.normal(spec))
         adapters: dict[str, Sent] = {}
         starts = memory.starts[state.version - staleness] if self.is_relative and staleness else None
@@ -143,7 +156,7 @@ class LowRank(Wrapped):
         memory = state.memory.of(LoraMemory)
         adapters, updates, memory.updates = pairs(state.submodels), self._weighed(state, memory.updates), []
         old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in adapters}
-        working = set(memory.at_work.values())
+        working = set(chain.from_iterable(memory.at_work.values()))
         starts = memory.starts
         if self.is_relative and state.version in working:
             starts[state.version] = old

@@ -11,12 +11,12 @@ from torch import nn
 from raafl.algorithms import fed_async, fed_avg, fed_buff
 from raafl.core import restoring, saving
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, Lost, Update
+from raafl.core.types import Arrived, Lost, Sending, Update
 from raafl.parts import RateSelect
 from raafl.parts.merge.low_rank import LoraMemory
 from raafl.parts.protect.assembly import bounded
 from raafl.submodel import FlatTensors, Submodels
-from tests.helpers.coordinators import coordinator_for
+from tests.helpers.coordinators import assigned, coordinator_for
 from tests.helpers.lora_merge import (
     BASE,
     BY_RANK,
@@ -280,6 +280,42 @@ def test_a_run_that_is_cut_in_its_middle_goes_on_as_if_it_had_not_been(make, lor
         ends.append(coordinator.state.values)
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
     assert coordinator.state.version >= 2
+
+
+@pytest.mark.parametrize("lora", ["fedex", "flora"])
+def test_a_client_that_trains_while_it_sends_has_two_starts(lora):
+    """Client 1 begins tasks of versions 0, 0 and 2 before it has answered the one before; client 2 merges between them."""
+    coordinator, tasks = started(fed_buff(1, server_lr=0.7, lora=lora), clients=2)
+    note_starts(coordinator.state, tasks)
+    changes = []
+
+    def begin():
+        ahead = assigned(coordinator.handle(Sending(1, 0, tasks[1].id), 0.0))
+        note_starts(coordinator.state, ahead)
+        return ahead[1]
+
+    def answer(task):
+        before = weight(coordinator.state)
+        factor = 0.7 * (1 + coordinator.state.version - task.version) ** -0.5
+        wanted, new = give(coordinator, task)
+        changes.append(coordinator.state.version - 1 - task.version)
+        expected = before + factor * (wanted - start_product(task))
+        torch.testing.assert_close(weight(coordinator.state), expected, rtol=0, atol=1e-5)
+        return new
+
+    first, second = tasks[1], begin()
+    tasks |= answer(tasks[2])
+    answer(first)
+    tasks[1] = second
+    third = begin()
+    tasks |= answer(tasks[2])
+    answer(second)
+    answer(third)
+    assert (first.version, second.version, third.version) == (0, 0, 2) and changes == [0, 1, 1, 3, 2]
+
+
+def test_a_checkpoint_of_an_earlier_version_has_one_start_for_a_client():
+    assert LoraMemory.from_plain({"at_work": {1: 3, 2: [3, 4]}}).at_work == {1: [3], 2: [3, 4]}
 
 
 def test_versions_that_nobody_works_on_are_forgotten():

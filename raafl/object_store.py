@@ -70,11 +70,11 @@ class ObjectStore:
             ) from error
 
     def names(self) -> list[str]:
-        """List the paths of all files in the folder, sorted; an empty list if the folder does not exist."""
+        """List the paths of all files in the folder but hidden ones, sorted; an empty list if the folder does not exist."""
         self._files.invalidate_cache()
         found = self._files.find(self._root)
         names = (path.removeprefix(self._root).lstrip("/") for path in found)
-        return sorted(name for name in names if not name.rpartition("/")[2].startswith("."))
+        return sorted(name for name in names if "/." not in f"/{name}")
 
     def put(self, file: Path, name: str, moved: Callable[[], None] = lambda: None) -> None:
         """Upload a file; readers see the whole file or none of it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -131,9 +132,7 @@ class Mirror:
 
     def _copy(self, store: ObjectStore) -> None:
         """Copy changed files, the journal before checkpoints and seals, so that it always covers what they refer to."""
-        paths = [path for path in self._folder.rglob("*") if path.is_file()]
-        names = [path.relative_to(self._folder).as_posix() for path in paths if not path.name.startswith(".")]
-        names = [name for name in names if name.split("/")[0] != _LEFT_OUT and name not in (*GROWING, SEALS)]
+        names = [name for name in self._names() if name not in (*GROWING, SEALS)]
         seals = (self._folder / SEALS).read_bytes() if (self._folder / SEALS).is_file() else b""
         checkpoints = [name for name in names if name.startswith(f"{CHECKPOINTS}/")]
         for name in (*GROWING, *(name for name in names if name not in checkpoints), *checkpoints):
@@ -145,16 +144,26 @@ class Mirror:
                 self._copied.pop(name, None)
         self._moved()
 
+    def _names(self) -> Iterator[str]:
+        """Yield the files of the run folder, without what is half written, in hidden files and folders."""
+        for folder, inside, files in os.walk(self._folder):  # passes over a folder that is renamed meanwhile
+            place = Path(folder).relative_to(self._folder)
+            inside[:] = [name for name in inside if not name.startswith(".") and (place / name) != Path(_LEFT_OUT)]
+            yield from ((place / name).as_posix() for name in files if not name.startswith("."))
+
     def _put(self, store: ObjectStore, name: str) -> None:
         path = self._folder / name
         try:
             state = path.stat()
-        except FileNotFoundError:  # a checkpoint that was deleted in the meantime
-            return
-        if self._copied.get(name) != (now := (state.st_size, state.st_mtime_ns)):
+            if self._copied.get(name) == (now := (state.st_size, state.st_mtime_ns)):
+                return
             store.put(path, name, self._moved)
-            self._copied[name] = now
-            self._moved()
+        except FileNotFoundError:
+            if path.exists():  # it is the store that lacks something
+                raise
+            return  # a checkpoint that was deleted in the meantime
+        self._copied[name] = now
+        self._moved()
 
     def _moved(self) -> None:
         self._moved_at = self._clock()

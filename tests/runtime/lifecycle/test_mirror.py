@@ -153,6 +153,7 @@ def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):
         "seals.jsonl",
         "loggers/x/log",
         ".a.tmp",
+        ".model.new-7.tmp/model.safetensors",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -172,3 +173,22 @@ def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):
     mirror.close()
     first = ["events.jsonl", "config.yaml", "checkpoints/version-000001.ckpt", "seals.jsonl"]
     assert sent == [*first, "config.yaml", "seals.jsonl"]
+
+
+def test_a_file_that_goes_while_it_is_copied_is_no_failure_of_the_store(tmp_path):
+    """A checkpoint is deleted after a newer one was written, whether or not it is being copied."""
+    for name in ("events.jsonl", "checkpoints/version-000001.ckpt", "model/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    class Slow(ObjectStore):
+        def put(self, file, name, moved=lambda: None):
+            if name != "events.jsonl":
+                file.unlink()
+            super().put(file, name, moved)
+
+    said = []
+    mirror = Mirror(tmp_path, Slow(f"memory://{uuid.uuid4()}"), said.append)
+    assert mirror.finish()
+    mirror.close()
+    assert not said and mirror.num_failed == 0

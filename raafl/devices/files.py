@@ -131,11 +131,18 @@ def values(row: object, known: Iterable[str]) -> dict[str, Any]:
             value = number(key, found[key])
             found[key] = int(value) if value.is_integer() else value
     for key in _PAIRS:
-        if isinstance(found.get(key), str):
-            pairs = [pair.split(":") for pair in found[key].split(";")]
-            found[key] = [tuple(number(key, edge) for edge in pair) for pair in pairs]
-    found["name"] = str(found.get("name", "default"))
+        pairs = found.get(key)
+        if isinstance(pairs, str):
+            pairs = [pair.split(":") for pair in pairs.split(";")]
+        if isinstance(pairs, list):
+            found[key] = [_numbers(key, pair) if isinstance(pair, list) else pair for pair in pairs]
+    found["name"] = "default" if found.get("name") is None else str(found["name"])
     return found
+
+
+def _numbers(key: str, pair: list[Any]) -> tuple[Any, ...]:
+    """Convert the texts in a pair to numbers; 1e-05, as JSON writes it, is a text in YAML, which wants a decimal point."""
+    return tuple(number(key, edge) if isinstance(edge, str) else edge for edge in pair)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "") -> None:

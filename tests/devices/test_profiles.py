@@ -1,3 +1,4 @@
+import json
 import math
 import re
 import textwrap
@@ -172,6 +173,17 @@ def test_yaml_device_file(tmp_path):
         Device("phone", flops_per_s=2e9, up_bytes_per_s=1e6, memory_bytes=1e8, count=2),
         Device("night", availability=((0, 5), (10, 20)), period_s=24),
     ]
+
+
+def test_json_device_file_with_small_and_large_numbers(tmp_path):
+    """JSON has numbers without a decimal point, such as 1e-05 and 1e+16; a name that is null is none."""
+    row = {"name": None, "flops_per_s": 1e16, "speed_changes": [[0.0, 1e-5], [5.0, 1.0]], "latency_s": 1e-7}
+    (tmp_path / "d.json").write_text(json.dumps([row]))
+    (device,) = load_devices(tmp_path / "d.json")
+    assert device.profile == Profile("default", 1e16, speed_changes=((0.0, 1e-5), (5.0, 1.0)), latency_s=1e-7)
+    (tmp_path / "d.json").write_text(json.dumps([{**row, "speed_changes": [[0.0, "fast"]]}]))
+    with pytest.raises(ValueError, match="speed_changes is 'fast'; it must be a number"):
+        load_devices(tmp_path / "d.json")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])

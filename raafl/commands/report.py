@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,7 @@ def report(argv: Sequence[str]) -> str:
     if figure is not None:
         check_figure(figure)
     runs = [read(folder) for folder in {folder.resolve(): folder for folder in map(run_tables, options.runs)}.values()]
+    _name_apart(runs)
     lines = []
     if page is not None:
         text = build(runs, labels=options.labels, trusted=options.trust_config)
@@ -93,6 +95,18 @@ def report(argv: Sequence[str]) -> str:
     if figure is not None:
         lines.append(_written("figure", figure, draw(group_runs(runs), figure.suffix.lower()), len(runs)))
     return "\n".join(lines)
+
+
+def _name_apart(runs: Sequence[RecordedRun]) -> None:
+    """Put the names of folders around them before the names of runs that have the same, as many as tell them apart."""
+    alike: dict[str, list[RecordedRun]] = {}
+    for run in runs:
+        alike.setdefault(run.name, []).append(run)
+    for some in alike.values():
+        parts = [run.path.resolve().parts for run in some]
+        depth = next(depth for depth in count(1) if len({path[-depth:] for path in parts}) == len(some))
+        for run, path in zip(some, parts, strict=True):
+            run.name = "/".join(path[-depth:])
 
 
 def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
@@ -200,7 +214,7 @@ def _samples(runs: Sequence[RecordedRun]) -> str:
         rows = sample_rows(run.path)
         if rows:
             parts.append(_thumbnails(run))
-            latest = max(int(row[0]) for row in rows if row[0].isdecimal())
+            latest = max(int(row[0]) for row in rows)
             first_and_last = [row for row in rows if row[0] in ("0", str(latest))]
             parts.append(
                 table_html(Table(SAMPLE_COLUMNS, first_and_last[:MAX_ROWS], f"{run.name}, first and last model"))

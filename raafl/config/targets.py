@@ -161,6 +161,8 @@ class Goals:
                 for one in data["targets"]
             ]
             updates, time_s = data["max_updates"], data["max_time_s"]
-            return cls(updates and int(updates), time_s and float(time_s), tuple(targets))
+            return cls(
+                None if updates is None else int(updates), None if time_s is None else float(time_s), tuple(targets)
+            )
         except (KeyError, TypeError, ValueError, OverflowError):
             return cls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -55,17 +56,16 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
     lines.append(f"run folder: {folder}")
     if mirror := summary.get("mirror"):
         lines.append(f"copy in {mirror['url']}" + ("" if mirror["whole"] else f", not whole: {mirror['error']}"))
-    lines.append(f"next: {program()} report {folder}")
+    lines.append(f"next: {report_command(folder)}")
     return lines
 
 
-def program() -> str:
-    """Return the command that starts raafl in the user's shell: its name if it is on PATH, else this Python with ``-m``."""
-    if shutil.which("raafl"):
-        return "raafl"
-    python = Path(sys.executable)
-    here = Path.cwd()
-    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m raafl"
+def report_command(folder: Path) -> str:
+    """Return the command for the user's shell that reports on a run: by raafl's name if it is on PATH, else this Python with ``-m``."""
+    python, here = Path(sys.executable), Path.cwd()
+    started = str(python.relative_to(here) if python.is_relative_to(here) else python)
+    program = ["raafl"] if shutil.which("raafl") else [started, "-m", "raafl"]
+    return shlex.join([*program, "report", str(folder)])
 
 
 def _participation(participation: dict[str, int]) -> list[str]:

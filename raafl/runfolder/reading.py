@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -338,14 +339,24 @@ def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
             run.num_exchanges[event["id"]] = int(exchanges)
 
 
-def sample_rows(folder: Path) -> list[list[str]] | None:
-    """Return the rows of samples.csv as texts, in order of `SAMPLE_COLUMNS`; None where a run has recorded none."""
+def sample_rows(folder: Path, most: int | None = MOST_SAMPLES) -> list[list[str]] | None:
+    """Return the complete rows of samples.csv as texts, in order of `SAMPLE_COLUMNS`; None where a run has recorded none.
+
+    `most`: number of rows that are read; None = all.
+    """
+    if not (folder / SAMPLES).is_file():  # reading a device or pipe might never end
+        return None
     try:
         with (folder / SAMPLES).open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = list(islice(csv.DictReader(file), MOST_SAMPLES))
+            lines = _csv(file)
+            header = next(lines, [])
+            if not set(SAMPLE_COLUMNS) <= set(header):
+                return []
+            places = [header.index(name) for name in SAMPLE_COLUMNS]
+            rows = [[row[place] for place in places] for row in islice(lines, most) if len(row) == len(header)]
     except OSError:
         return None
-    return [[str(row.get(name) or "") for name in SAMPLE_COLUMNS] for row in rows]
+    return [row for row in rows if re.fullmatch("[0-9]{1,17}", row[0])]
 
 
 def sample_images(folder: Path) -> dict[int, tuple[bytes, str]]:
@@ -356,10 +367,13 @@ def sample_images(folder: Path) -> dict[int, tuple[bytes, str]]:
             captions[text] = f"{output} ({probability}), is {expected}; version {version}"
     found = {}
     for number in range(MOST_IMAGES):
+        path = folder / SAMPLE_IMAGES / f"{number}.png"
+        if not path.is_file():
+            break
         try:
-            content = (folder / SAMPLE_IMAGES / f"{number}.png").read_bytes()
+            content = path.read_bytes() if path.stat().st_size < _MOST_IMAGE_BYTES else b""
         except OSError:
             break
-        if content.startswith(b"\x89PNG\r\n") and len(content) < _MOST_IMAGE_BYTES:
+        if content.startswith(b"\x89PNG\r\n"):
             found[number] = content, captions.get(f"test sample {number}", "")
     return found

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from raafl.commands.cli import main
-from raafl.runfolder.outcome import program
+from raafl.runfolder.outcome import report_command
 from tests.commands.simulated import QUICKSTART
 from tests.habits.source import ROOT
 from tests.helpers import forkserver
@@ -66,7 +66,7 @@ def test_the_run_folder_is_whole(run, tmp_path):
         "summary.json",
     }
     summary = json.loads((folder / "summary.json").read_text())
-    assert out.splitlines()[-2:] == [f"run folder: {folder}", f"next: {program()} report {folder}"]
+    assert out.splitlines()[-2:] == [f"run folder: {folder}", f"next: {report_command(folder)}"]
     assert f"model digest {summary['model_digest'][:16]}" in out
     assert "after 6 updates, 6 versions" in out
     tasks = list(csv.DictReader((folder / "clients.csv").open()))
@@ -84,11 +84,13 @@ def test_the_next_command_starts_where_raafl_is_not_on_the_path(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
-    assert program() == ".venv/bin/python -m raafl"
+    run = Path("runs/a")
+    assert report_command(run) == ".venv/bin/python -m raafl report runs/a"
     monkeypatch.setattr("sys.executable", "/usr/bin/python3")
-    assert program() == "/usr/bin/python3 -m raafl"
+    assert report_command(run) == "/usr/bin/python3 -m raafl report runs/a"
     (tmp_path / "raafl").touch(mode=0o755)
-    assert program() == "raafl"
+    assert report_command(run) == "raafl report runs/a"
+    assert report_command(Path("my runs/it's")) == """raafl report 'my runs/it'"'"'s'"""
 
 
 def test_the_kept_config_gives_the_same_run(summary, run, tmp_path):

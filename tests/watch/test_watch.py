@@ -97,6 +97,8 @@ def test_a_target_is_met_where_the_line_through_the_evaluations_meets_it(values,
 def test_targets_keep_their_direction_in_the_journal():
     goals = Goals(targets=(Target("loss", 0.5), Target("gap", 0.1, "min"), Target("accuracy", 0.2, "min")))
     assert Goals.from_json(goals.to_json()) == goals
+    for name in ("max_updates", "max_time_s"):  # an altered journal says nothing of goals
+        assert Goals.from_json({**goals.to_json(), name: []}) == Goals()
 
 
 def test_without_progress_nothing_is_promised():

@@ -16,13 +16,14 @@ from raafl.errors import BadInput
 from raafl.lab.report.groups import TIME, TITLES, Group, band, curve, group_runs, metric_names
 from raafl.lab.report.overview import notes_of, runs_table
 from raafl.lab.report.page import Cell, Table, escaped, shown, table_html
-from raafl.runfolder.outcome import program
+from raafl.runfolder.outcome import report_command
 from raafl.runfolder.reading import Numbers, read
 
 _WIDTH, _HEIGHT = 620, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40  # margins around the plot, in pixels
 _TICKS = 5  # wanted number of ticks on each axis
 _MAX_POINTS = 200
+_MOST = 1e300  # largest value that has a tick: differences of larger ones may be infinite
 _RUN = ("algorithm", "clock", "ended", "merged updates", "versions", "seconds", "MB down", "MB up", "utilisation")
 
 
@@ -62,7 +63,7 @@ def run_html(folder: Path, summary: Mapping[str, Any]) -> str:
     head = [name for name, _ in facts]
     values = table_html(Table(head, [[value for _, value in facts]]))
     title = f"{summary.get('algorithm', 'run')} in {folder}"
-    return fragment(title, values, drawn, notes=notes, code=f"{program()} report {folder}")
+    return fragment(title, values, drawn, notes=notes, code=report_command(folder))
 
 
 def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str = TIME) -> str:
@@ -129,7 +130,10 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 def ticks(least: float, most: float) -> list[float]:
     """Return evenly spaced round numbers that enclose ``least`` and ``most``: multiples of 1, 2 or 5 times a power of 10."""
+    least, most = max(least, -_MOST), min(most, _MOST)
     width = (most - least) or abs(most) or 1.0
+    # ticks that are closer together would have one and the same label of five digits, or be one and the same float
+    width = max(width, 1e-4 * max(abs(least), abs(most)), 1 / _MOST)
     power = 10.0 ** math.floor(math.log10(width / _TICKS))
     step = next(power * factor for factor in (1, 2, 5, 10) if width / (power * factor) <= _TICKS)
     first, last = math.floor(least / step + 1e-9), math.ceil(most / step - 1e-9)

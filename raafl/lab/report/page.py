@@ -271,9 +271,8 @@ def briefly(value: float) -> str:
 
 def split_evenly(items: Sequence[int], most: int) -> list[list[int]]:
     """Split items, in order, into at most ``most`` groups of nearly equal size."""
-    return [
-        band.tolist() for band in np.array_split(np.array(items, np.int64), min(most, len(items)) or 1) if len(band)
-    ]
+    places = np.array_split(np.arange(len(items)), min(most, len(items)) or 1)
+    return [[items[place] for place in band] for band in places if len(band)]
 
 
 def axis(title: str, **more: object) -> dict[str, Any]:

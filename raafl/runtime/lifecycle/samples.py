@@ -21,6 +21,7 @@ from raafl.core.hooks import RunHooks
 from raafl.errors import USER_ERRORS, BadInput, briefly
 from raafl.rng import undisturbed
 from raafl.runfolder.append_file import read_table, write_table
+from raafl.runfolder.reading import sample_rows
 from raafl.runfolder.schema import METRICS, SAMPLE_COLUMNS, SAMPLE_IMAGES, SAMPLES
 from raafl.runtime.lifecycle.checkpointer import cause
 from raafl.runtime.lifecycle.export import tokenizer_of
@@ -57,15 +58,9 @@ class SampleRecorder(RunHooks):
 
     def opened(self) -> None:
         """Continue from the checkpoint from which a run is resumed: remove later rows, and count the evaluations before it."""
-        path, version = self._path, self._run.record.evaluated_version
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                kept = [
-                    [row[name] for name in SAMPLE_COLUMNS]
-                    for row in csv.DictReader(file)
-                    if int(row["version"]) <= version
-                ]
-            write_table(path, [SAMPLE_COLUMNS, *kept])
+        version = self._run.record.evaluated_version
+        if (rows := sample_rows(self._run.folder, most=None)) is not None:
+            write_table(self._path, [SAMPLE_COLUMNS, *(row for row in rows if int(row[0]) <= version)])
             # of each second evaluation the rows here do not tell whether one has passed since
             measured = islice(read_table(self._run.folder / METRICS), 1, None)
             self._num_evaluations = sum(row[0] != "0" for row in measured)

@@ -29,6 +29,9 @@ def folder_of(path, *rows: str):
         (0, 1234, [0, 500, 1000, 1500]),
         (0.5, 0.5, [0.5, 0.6]),
         (0, 0, [0, 0.2]),
+        (1, 1 + 2**-52, [1, 1.00005]),  # a metric that changes by rounding alone
+        (0, 5e-324, [0, 5e-301]),
+        (-1.7e308, 1.7e308, [-1e300, -5e299, 0, 5e299, 1e300]),
     ],
 )
 def test_ticks_are_round_numbers_around_the_values(least, most, expected):
@@ -41,6 +44,12 @@ def test_a_curve_goes_from_corner_to_corner(tmp_path):
     (points,) = re.findall(r'<polyline points="([^"]+)" fill="none" stroke="#123456"', svg)
     assert points == "64.0,220.0 336.0,116.0 608.0,12.0"  # of 620 x 260, less the margins 64, 12, 12 and 40
     assert "polygon" not in svg and "> mine</span>" in svg
+
+
+def test_a_metric_that_changes_by_rounding_alone_is_a_flat_line(tmp_path):
+    run = read(folder_of(tmp_path / "run", "0,0,0,0.7", "1,10,1,0.7000000000000001"))
+    svg = curve_svg([Group("mine", "#123456", (run,), {})])
+    assert '<polyline points="64.0,220.0 608.0,220.0"' in svg and ">0.70002</text>" in svg
 
 
 def test_several_runs_are_a_mean_in_a_band(tmp_path):

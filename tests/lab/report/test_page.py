@@ -195,6 +195,45 @@ def test_the_command_writes_one_page_about_several_runs(tmp_path, capsys):
     assert "<h1>2 runs of fed_raa</h1>" in page.read_text()
 
 
+def test_runs_in_folders_of_one_name_have_names_of_their_own(tmp_path):
+    """Killed runs of one config are told apart by nothing else: the page would show one of them, with its colour for both."""
+    folders = [write(tmp_path / name / "run", summary=None) for name in ("a", "b")]
+    folders.append(write(tmp_path / "c"))
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, folders), "--output", str(page)]) == 0
+    options = re.findall(r'data-chart="timeline".*?<option value="([^"]*)">.*?value="([^"]*)">', page.read_text())
+    assert options == [("fed_raa, not ended (a/run), seed 0", "fed_raa, not ended (b/run), seed 0")]
+    assert re.findall(r"<td[^>]*>(?:<span[^>]*></span>)?(./run|c)</td>", page.read_text())[:3] == [
+        "a/run",
+        "b/run",
+        "c",
+    ]
+
+
+SAMPLES = "version,kind,input,output,expected,probability\n"
+
+
+@pytest.mark.parametrize("rows", ["", "some,other\n1,2\n", SAMPLES + "x,text,a,b,,\n", SAMPLES + "3,te"])
+def test_damaged_samples_are_left_out(tmp_path, rows):
+    folder = write(tmp_path / "run")
+    (folder / "samples.csv").write_text(rows)
+    assert 'id="samples"' not in build([read(folder)])
+
+
+def test_complete_samples_beside_damaged_ones_are_shown(tmp_path):
+    folder = write(tmp_path / "run")
+    (folder / "samples.csv").write_text(
+        f"{SAMPLES}0,text,a,{'b' * 200_000},,\n0,text,a,fine,,\n7,text,a,better,,\n,,\n"
+    )
+    page = build([read(folder)])
+    assert '<td class="words">fine</td>' in page and '<td class="words">better</td>' in page and "b" * 1000 not in page
+
+
+def test_a_region_of_any_number_is_drawn(tmp_path):
+    folder = write(tmp_path / "run", tasks=[{**TASKS[0], "region": 1e300}, *TASKS[1:]])
+    assert '<section id="regions">' in build([read(folder)])
+
+
 def test_an_empty_folder_of_a_run_that_died_early_is_reported(tmp_path):
     folder = write(tmp_path / "run", events=EVENTS[:1], tasks=[], metrics=[], summary=None)
     page = tmp_path / "page.html"

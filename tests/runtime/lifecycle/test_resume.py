@@ -335,6 +335,7 @@ def stopped(version: int, *options: str) -> None:
 
 
 TORN = {"clients.csv": b"3,7,1", "metrics.csv": b"1", "events.jsonl": b'{"time_s":0.1,"eve', "seals.jsonl": b'{"at":1'}
+TORN["samples.csv"] = b"6,cla\n\0\0,,,,,\n6"
 
 
 def test_a_run_that_was_stopped_and_whose_files_end_in_torn_rows_ends_as_if_it_had_not_been(tmp_path):

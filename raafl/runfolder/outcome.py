@@ -61,7 +61,7 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
 
 
 def report_command(folder: Path) -> str:
-    """Return the command for the user's shell that reports on a run: by raafl's name if it is on PATH, else this Python with ``-m``."""
+    """Return the shell command that reports on a run, by raafl's name if it is on PATH, else by this Python with ``-m``."""
     python, here = Path(sys.executable), Path.cwd()
     started = str(python.relative_to(here) if python.is_relative_to(here) else python)
     program = ["raafl"] if shutil.which("raafl") else [started, "-m", "raafl"]

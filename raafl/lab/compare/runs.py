@@ -51,7 +51,7 @@ _FAILED = 1  # exit code of a run that failed by itself, for example because it 
 _OF_RAAFL = ("raafl", "model_zoo")  # packages whose files are part of the code's digest
 _BAD_INPUT = 2  # exit code of raafl for invalid input
 _TOLD_S = 30.0
-"""Seconds between two lines of progress while no run ends."""
+"""Seconds until the first line of progress while no run ends; each further one takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Runner:
         self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
         self._num_ranks, self._cluster = num_ranks, cluster
         self._seconds: list[float] = []  # wall time in seconds of each run that this process has finished
-        self._told_s = time.monotonic()
+        self._told_s, self._silence_s = time.monotonic(), _TOLD_S
         root.mkdir(parents=True, exist_ok=True)
 
     def find(self, run: Run) -> Outcome | None:
@@ -283,7 +283,7 @@ class Runner:
         def wait_on(num: int) -> None:
             for run in begun_s.keys() - found.keys():
                 _check_metric(metric, run, run.folder(self._root, code_digest()), ended=False)
-            self._tell_sometimes(num)
+            self._tell_sometimes(num, {run: begun_s[run] for run in begun_s.keys() - found.keys()})
 
         with contextlib.closing(in_processes(queue, self._jobs, start_run, wait_on)) as processes:
             for run, process, left in processes:
@@ -297,6 +297,7 @@ class Runner:
                 if self._num_ranks > 1 and others.stat().st_size:
                     self._tell(f"{run.label}, seed {run.seed}: some of its ranks did not end well: see {others}")
                 self._seconds.append(time.monotonic() - begun_s[run])
+                self._silence_s = _TOLD_S
                 self._say_left(left, f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
         return [found[run] for run in runs]
 
@@ -345,9 +346,13 @@ class Runner:
             by_itself=process.exitcode == _FAILED and summary is not None and summary.get("finished") is not None,
         )
 
-    def _tell_sometimes(self, num: int) -> None:
-        if time.monotonic() - self._told_s > _TOLD_S:
-            self._say_left(num)
+    def _tell_sometimes(self, num: int, begun_s: Mapping[Run, float]) -> None:
+        """Say which runs are under way, after ever longer silences, so that the log of a long run stays short."""
+        now = time.monotonic()
+        if now - self._told_s > self._silence_s:
+            self._silence_s *= 2
+            busy = (f"{run.label}, seed {run.seed}: for {duration(now - begun)}" for run, begun in begun_s.items())
+            self._say_left(num, ", ".join(sorted(busy)))
 
     def _say_left(self, num: int, line: str = "") -> None:
         """Print ``line``, how many runs of this step remain, and about how long they will take."""

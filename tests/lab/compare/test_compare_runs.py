@@ -429,3 +429,19 @@ def test_ctrl_c_loses_nothing(tmp_path, num_ranks):
     run = json.loads(compare([*argv, "--json"]))["rows"][0]["runs"][0]
     whole = simulated(run["command"], tmp_path / "whole")
     assert (run["model_digest"], run["updates"]) == (whole["model_digest"], 400)
+
+
+def test_a_long_run_is_named_after_ever_longer_silences(tmp_path, monkeypatch):
+    told = []
+    runner = runs.Runner(tmp_path / "runs", 1, any_code=False, tell=told.append)
+    run = runs.resolve("quickstart", "Fed-RAA", ("--max_updates", "12"), [3])[0]
+    clock = [runner._told_s]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    begun_s = {run: clock[0]}
+    for _ in range(1000):
+        clock[0] += 1
+        runner._tell_sometimes(2, begun_s)
+    assert told == [
+        f"Fed-RAA, seed 3: for {spent}  (2 runs left in this step)"
+        for spent in ("31.0 s", "1.5 min", "3.5 min", "7.6 min", "15.6 min")
+    ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,10 +106,12 @@ def command(argv: list[str]) -> int:
 def _given_alone_s(rest: Sequence[str]) -> float | None:
     """Return for how many seconds the options have an absent server looked for; None = they do not say."""
     given = values(rest, "--waits.alone_s")
-    try:
-        return float(given[-1]) if given else None
-    except ValueError:
-        raise BadInput(f"waits.alone_s is '{given[-1]}': give a number of seconds") from None
+    if not given:
+        return None
+    with suppress(ValueError):
+        if 0 < (seconds := float(given[-1])) < math.inf:
+            return seconds
+    raise BadInput(f"waits.alone_s is '{given[-1]}': give seconds above 0")
 
 
 def open_gate_of(own: Namespace, say: Callable[[str], None]) -> SiteGate | None:

@@ -233,7 +233,11 @@ class RunServer:
         """Forget runs of which neither config nor run folder is left at two looks, so that their names are free again."""
         gone = {run.name for run in removed(self._folder, self._runs)}
         for name in gone & self._gone:
-            HostedRun(self._folder, name).forget()
+            try:
+                HostedRun(self._folder, name).forget()
+            except OSError as error:
+                self._warn_once(f"run '{name}' cannot be forgotten: {error}")
+                continue
             self._children.pop(name, None)
             _log.info("run '%s': forgotten, since its files were removed", name)
         self._gone = gone - self._gone

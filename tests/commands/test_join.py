@@ -199,8 +199,9 @@ def test_a_client_looks_for_a_server_that_has_gone_as_long_as_that_server_s_conf
 def test_how_long_a_server_is_looked_for_may_be_said_without_a_config():
     assert _given_alone_s(["--seed", "1", "--waits.alone_s", "5"]) == 5.0
     assert _given_alone_s(["--waits.alone_s=0.5"]) == 0.5 and _given_alone_s([]) is None
-    with pytest.raises(BadInput, match=r"waits\.alone_s is 'soon': give a number of seconds"):
-        _given_alone_s(["--waits.alone_s", "soon"])
+    for wrong in ("soon", "-5", "0", "nan", "inf", ""):
+        with pytest.raises(BadInput, match=rf"waits\.alone_s is '{wrong}': give seconds above 0"):
+            _given_alone_s(["--waits.alone_s", wrong])
 
 
 @pytest.mark.parametrize("command", [["serve"], ["join", "--client", "1"]])

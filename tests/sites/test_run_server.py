@@ -208,6 +208,9 @@ def test_a_run_that_cannot_be_begun_does_not_keep_others_from_it(server, caplog,
             raise OSError(28, "No space left on device")
         ask_first(run, *who)
 
+    def unable(run):
+        raise OSError(30, "Read-only file system")
+
     def start(server, name, run):
         if name == "b":
             raise OSError(12, "Cannot allocate memory")
@@ -216,11 +219,14 @@ def test_a_run_that_cannot_be_begun_does_not_keep_others_from_it(server, caplog,
 
     monkeypatch.setattr(HostedRun, "ask_first", ask)
     monkeypatch.setattr(RunServer, "_start", start)
+    monkeypatch.setattr(HostedRun, "forget", unable)
     for name in "abc":
         (server._folder / f"{name}.yaml").write_text("clients: 1\n")
-    for _ in range(3):
+    ask_first(HostedRun(server._folder, "gone"))
+    for _ in range(5):
         server.look()
-    assert begun == ["c", "c"]
+    assert begun == ["c", "c", "c", "c"]
+    assert caplog.text.count("run 'gone' cannot be forgotten: [Errno 30] Read-only file system") == 1
     assert caplog.text.count("run 'a' cannot be begun: [Errno 28] No space left on device") == 1
     assert caplog.text.count("run 'b': its process cannot be started: [Errno 12] Cannot allocate memory") == 1
 

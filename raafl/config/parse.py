@@ -21,7 +21,7 @@ from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.options import Group
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
 from raafl.lean_import import PACKAGES
-from raafl.plain_yaml import read_yaml
+from raafl.plain_yaml import load_yaml, read_yaml
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -244,6 +244,9 @@ def _set_options(argv: Sequence[str]) -> set[str]:
     for path in values(argv, "--config"):
         tree = read_yaml(Path(path), f"config {path}")
         found |= {*tree, *(f"fabric.{name}" for name in tree.get("fabric") or ())}
+    for text in values(argv, "--fabric"):  # the section as a whole: a mapping, or the file that has it
+        section = read_yaml(Path(text), f"fabric {text}") if os.path.isfile(text) else load_yaml(text)
+        found |= {f"fabric.{name}" for name in section}
     return found
 
 

@@ -434,8 +434,10 @@ def test_a_config_names_the_function_that_makes_it(tmp_path: Path) -> None:
     experiment = load_experiment(config(tmp_path, seed=3, output=None))
     assert experiment.seed == 3 and experiment.fabric.accumulate_grad_batches == 2
     assert load_experiment(config(tmp_path, seed=0, output=None)).seed == 0
-    with pytest.raises(BadInput, match=r"fabric\.gradient_clip_val is None"):
-        load_experiment(config(tmp_path, output=None), "--fabric.gradient_clip_val", "null")
+    (tmp_path / "fabric.yaml").write_text("gradient_clip_val: null", encoding="utf-8")
+    for option in (".gradient_clip_val=null", "={gradient_clip_val: null}", f"={tmp_path / 'fabric.yaml'}"):
+        with pytest.raises(BadInput, match=r"fabric\.gradient_clip_val is None"):
+            load_experiment(config(tmp_path, output=None), f"--fabric{option}")
     experiment = load_experiment(config(tmp_path, output=None), "--trainer.num", "6")
     assert len(experiment.data().trainer_of().train_dataset) == 6
     (tmp_path / "bare.yaml").write_text("{algorithm: fed_avg, clients: 2, max_updates: 1}", encoding="utf-8")

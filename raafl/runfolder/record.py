@@ -292,7 +292,7 @@ class RunRecord:
         self._turned_away.update(data["turned_away"])
         self._kept_out.update(data["kept_out"])
         self.figures.restore(data["figures"])
-        self.row, self._due = dict(data["row"]), dict(data.get("due", ()))
+        self.row, self._due = dict(data["row"]), {version: dict(row) for version, row in data.get("due", ())}
 
     def lose(self, num: int) -> None:
         """Count tasks that were marked lost when the run was resumed."""

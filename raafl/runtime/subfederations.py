@@ -292,10 +292,11 @@ class RunsBelow:
 
 def _saved_below(saved: SavedRun, number: int) -> SavedRun:
     """Return the part of a run's checkpoint from which one of its subfederations is resumed."""
-    from raafl.runtime.lifecycle.resume import SavedRun, restoring
+    from raafl.runtime.lifecycle.resume import SavedRun, check_state, restoring
 
     with restoring(saved):
         state = saved.section["clock"]["subfederations"][number - 1]
+        check_state(state["section"])
         return SavedRun(saved.folder / SUBFEDERATIONS / str(number), state["values"], state["section"])
 
 

@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import torch
 
 from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox, fed_raa, ra_fed, scaffold
 from raafl.core.options import Subfederation, Subfederations
@@ -18,6 +19,7 @@ from raafl.lab.plan.dry import World, predict
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoint_reader import load
+from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
 from raafl.runtime.run import simulate
@@ -131,6 +133,22 @@ def test_a_run_that_crashed_and_each_level_end_as_if_never_interrupted(tmp_path,
         assert ours.rows() == theirs.rows()
         assert replayed(replace(made, subfederations=replace(SLOW_LINK, number=number)), below)
         assert not check_books(below).findings
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "says"),
+    [("clock", "now", float("nan"), "now is nan"), ("record", "num_rows", -1, "num_rows is -1")],
+)
+def test_the_altered_state_of_a_subfederation_is_refused(tmp_path, monkeypatch, part, name, value, says):
+    cut = unequal_regions(tmp_path, max_updates=8, checkpoint_every=1)
+    with crash(monkeypatch, 14):
+        finish(cut)
+    file = newest(tmp_path / "run")
+    content = torch.load(file, weights_only=True)
+    content["raafl"]["state"]["clock"]["subfederations"][1]["section"][part][name] = value
+    torch.save(content, file)
+    with pytest.raises(BadInput, match=rf"^resume: the last checkpoint .* was altered \(.*{says}"):
+        finish(replace(cut, resume=str(tmp_path / "run")))
 
 
 def test_a_run_is_resumed_from_before_a_task_in_which_a_subfederation_failed(tmp_path, monkeypatch):

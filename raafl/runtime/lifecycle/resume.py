@@ -100,7 +100,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
         raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
     found = SavedRun(folder, saved.values, saved.raafl)
     with restoring(found):
-        _check(saved.raafl)
+        check_state(saved.raafl)
     return found
 
 
@@ -170,7 +170,7 @@ _BOOKS = ("counts", "busy", "tasks", "joins", "refused", "clipped", "refused_in_
 _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", "arrived_s")}
 
 
-def _check(section: dict[str, Any]) -> None:
+def check_state(section: dict[str, Any]) -> None:
     """Raise `KeyError` for a missing entry, `ValueError` for a count or a time that is negative or not finite, or no end."""
     if section["finished"] not in (None, *ENDS):
         raise ValueError(f"finished is {section['finished']!r:.40}")

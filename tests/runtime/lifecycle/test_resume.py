@@ -410,6 +410,7 @@ def interrupted(tmp_path_factory):
         (("clock", "heap", 0, 3), "x", "Error"),
         (("record", "num_rows"), -5, "num_rows is -5"),
         (("record", "bytes"), [-1, 0], "bytes is -1"),
+        (("record", "due"), [[4, 5]], "TypeError"),
         (("coordinator", "joins"), [[1, -3]], "joins is -3"),
         (("coordinator", "unanswered_s"), [[1, ["long"]]], "unanswered_s is not a number"),
         (("coordinator", "rng"), [3, [1], None], "Error"),

@@ -82,14 +82,8 @@ class BatchGraphs(Graphs):
         columns, form = batch.stacked(range(batch.num))
         shape = batch.sizes[0], repr(form), form_of(columns)
         key = shape, bool(optimizer.state), options_of(optimizer)
-        step = self._steps.get(key)
-        if step is None:
-            if shape not in self._batches:
-                fixed = FixedBatch(batch, [torch.empty_like(x) if isinstance(x, Tensor) else x for x in columns], form)
-                self._batches[shape] = fixed, [x for x in fixed.columns if isinstance(x, Tensor)]
-            step = self._steps[key] = Step(*self._batches[shape])
-        for own, given in zip(step.inputs, (x for x in columns if isinstance(x, Tensor)), strict=True):
-            own.copy_(given)
+        given = [x for x in columns if isinstance(x, Tensor)]
+        step = self._step_of(key, shape, given, lambda fixed: FixedBatch(batch, columns, form, fixed))
         if step.graph is None:
             warm_ups = self._warm_ups.get(shape, -1)
             if warm_ups < bounds.WARM_UPS:
@@ -173,9 +167,11 @@ class BatchGraphs(Graphs):
 class FixedBatch:
     """The batches of all clients in a step, as tensors at addresses that stay; stands in for a `Batch`."""
 
-    def __init__(self, like: Batch, columns: list[Any], form: Any) -> None:
-        self.kinds, self.num, self.sizes, self.columns, self._form = like.kinds, like.num, like.sizes, columns, form
+    def __init__(self, like: Batch, columns: list[Any], form: Any, fixed: list[Tensor]) -> None:
+        """Store a batch like another, of whose ``columns`` those with tensors are the ``fixed`` ones."""
+        self.kinds, self.num, self.sizes, self._form, left = like.kinds, like.num, like.sizes, form, iter(fixed)
+        self._columns = [next(left) if isinstance(x, Tensor) else x for x in columns]
 
     def stacked(self, clients: Iterable[int]) -> tuple[list[Any], Any]:
         """Return the stacked tensors of all clients, and the structure that rebuilds a batch from them."""
-        return self.columns, self._form
+        return self._columns, self._form

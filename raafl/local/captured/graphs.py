@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -122,7 +122,7 @@ class Graphs:
 
     def __init__(self, owner: Owner) -> None:
         self._owner, self._state = owner, FixedState(owner.device)
-        self._steps: dict[Hashable, Step] = {}
+        self._steps: dict[Any, Step] = {}
         # by shape of a batch: what is fixed in its steps, and their inputs, which all graphs of that shape read
         self._batches: dict[Hashable, tuple[Any, list[Tensor]]] = {}
         self._is_bound = False  # whether the optimizer's state is at the addresses of `_state`
@@ -133,6 +133,23 @@ class Graphs:
         self._num_captures += 1
         if self._num_captures > MOST_GRAPHS and self._num_replays < LEAST_REPLAYS * self._num_captures:
             raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
+
+    def _step_of(
+        self, key: Hashable, shape: Hashable, given: Sequence[Tensor], batch_of: Callable[[list[Tensor]], Any]
+    ) -> Step:
+        """Return the step of a key, with the tensors of a batch copied to where the graphs of all batches of its shape read them.
+
+        `batch_of`: function that builds a batch from these copies.
+        """
+        step = self._steps.get(key)
+        if step is None:
+            if shape not in self._batches:
+                inputs = [torch.empty_like(x, device=self._owner.device) for x in given]
+                self._batches[shape] = batch_of(inputs), inputs
+            step = self._steps[key] = Step(*self._batches[shape])
+        for own, x in zip(step.inputs, given, strict=True):
+            own.copy_(x)
+        return step
 
     def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         """Return a context in which all operations on the GPU are recorded into ``graph``."""
@@ -204,8 +221,7 @@ class StepGraphs(Graphs):
             raise NotCapturable(f"the tensors '{name}' of the algorithm's steps have other shapes in each task")
         for x, given in zip(own, tensors, strict=True):
             x.copy_(given)
-        copies = iter(own)
-        return mapped(values, lambda _: next(copies))
+        return _with_tensors(values, own)
 
     # ---- a step ----
 
@@ -216,26 +232,17 @@ class StepGraphs(Graphs):
         hooks = len(steps.built.module._forward_hooks)  # number of hooks, which differs if logits are masked
         flags = () if steps.built.hooks is None else steps.built.state.flags  # which hooks at the start may set
         key = shape, weight, bool(optimizer.state), options_of(optimizer), self._optimizer_form, hooks, flags
-        step = self._steps.get(key)
-        if step is None:
-            if shape not in self._batches:
-                inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
-                tensors = iter(inputs)
-                self._batches[shape] = mapped(batch, lambda _: next(tensors)), inputs
-            step = self._steps[key] = Step(*self._batches[shape])
+        is_new, inputs = key not in self._steps, batch_tensors(batch)
+        step = self._step_of(key, shape, inputs, lambda fixed: _with_tensors(batch, fixed))
+        if is_new:
             # the first step of a task has no optimizer state yet; eager steps with state count as its warm-ups, too
-            step.warm_ups = max((one.warm_ups for (form, *_), one in self._items() if form == shape), default=0)
-        for own, given in zip(step.inputs, batch_tensors(batch), strict=True):
-            own.copy_(given)
+            step.warm_ups = max((one.warm_ups for (form, *_), one in self._steps.items() if form == shape), default=0)
         if step.graph is None and step.warm_ups < WARM_UPS:
             self._warm_up(steps, step)
             return
         if step.graph is None:
             self._capture(steps, step)
         self._replay(steps, step)
-
-    def _items(self) -> Iterator[tuple[Any, Step]]:
-        yield from self._steps.items()
 
     def _warm_up(self, steps: CapturedSteps, step: Step) -> None:
         """Make a step eagerly; raise if it waits for the GPU or has effects that a graph would not repeat."""
@@ -371,6 +378,12 @@ def waits_refused() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def _with_tensors(item: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a nested structure like ``item``, with other tensors in their order."""
+    left = iter(tensors)
+    return mapped(item, lambda _: next(left))
 
 
 def form_of(item: object) -> Hashable:

@@ -48,6 +48,12 @@ HOOKS = sorted(
 )
 
 
+def test_a_hook_that_answers_is_written_out():
+    """The loop that passes on the others would drop an answer."""
+    hooks = {name: value for name, value in vars(RunHooks).items() if callable(value) and name[0] != "_"}
+    assert {name for name, value in hooks.items() if value.__annotations__["return"] != "None"} == ANSWERS
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_each_hook_reaches_each_observer_with_its_arguments(name, monkeypatch):
     calls = []

@@ -86,6 +86,7 @@ def host(
         _seldom_collecting(experiment.clients),
         # opened after the port is bound, since binding fails if the port is in use
         opened(experiment.resume, "distributed") as saved,
+        ExitStack() as stack,
     ):
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
@@ -98,6 +99,7 @@ def host(
         )
         signer = None if terms is None else terms.signer
         run = Run(parts, config_yaml, "distributed", saved, observer, signer, lambda: inbox.num_waiting)
+        stack.callback(run.close)
         if max_failures is None:
             _serve_others(run)
         note(run.folder)
@@ -116,25 +118,20 @@ def host(
             storage=_storage(experiment, run.folder) if transport.comes_and_goes else None,
         )
         setup = _session_setup(run, server, terms)
-        of_sites = ExitStack()
         if sessions is not None:
-            setup = replace(setup, extensions=[*setup.extensions, of_sites.enter_context(sessions(run))])
+            setup = replace(setup, extensions=[*setup.extensions, stack.enter_context(sessions(run))])
+        stack.callback(server.close)  # first of all, since its sessions use the others
         transport.listen(
             _admit(run, server, setup, transport.loop), run.record.turned_away, parts.coordinator.state.values.device
         )
         _note_transport(run, transport)
-        try:
-            if saved is not None:
-                saved.restore_clock(server.restore)
-            run.start()
-            service.ready(f"{experiment.name}: listening at {transport.address}; run folder {run.folder}")
-            reason = server.run()
-            service.stopping()
-            return run.finish(reason, server.now, server.error), run.folder
-        finally:
-            server.close()
-            of_sites.close()
-            run.close()
+        if saved is not None:
+            saved.restore_clock(server.restore)
+        run.start()
+        service.ready(f"{experiment.name}: listening at {transport.address}; run folder {run.folder}")
+        reason = server.run()
+        service.stopping()
+        return run.finish(reason, server.now, server.error), run.folder
 
 
 @contextmanager

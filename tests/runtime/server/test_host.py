@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +90,28 @@ def test_a_run_that_another_process_writes_is_not_resumed_after_the_port_is_take
     with pytest.raises(BadInput, match=r"checkpoint is .*, but there is none"):  # now the lock is free
         host(experiment, "", Port())
     FolderLock(tmp_path, "resume").close()
+
+
+@pytest.mark.parametrize("place", ["note", "sessions"])
+def test_a_server_that_fails_before_it_listens_gives_its_folder_back(tmp_path, place):
+    def away(_):
+        raise OSError("the disk is away")
+
+    algorithm, folder = ALGORITHMS["fed_avg"](), tmp_path / "run"
+    experiment = Experiment(
+        model=small_mlp,
+        data=digits,
+        algorithm=algorithm,
+        clients=2,
+        max_updates=2,
+        output=str(folder),
+        progress="quiet",
+    )
+    with pytest.raises(OSError, match="the disk is away") as raised:  # whose traceback keeps the run
+        host(experiment, "", Port(), **{place: away})
+    FolderLock(folder, "resume").close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+    del raised
 
 
 def test_garbage_is_collected_the_less_often_the_more_clients_there_are():

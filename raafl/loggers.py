@@ -529,7 +529,8 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         return (
             "| "
             + " | ".join(
-                "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in cells
+                "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else _in_cell(str(cell))
+                for cell in cells
             )
             + " |"
         )
@@ -538,6 +539,11 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if len(rows) > _SHOWN_ROWS:
         text += ["", f"and {len(rows) - _SHOWN_ROWS} more"]
     return "\n".join(text)
+
+
+def _in_cell(text: str) -> str:
+    """Keep a text, such as one that a model wrote, within its cell of a Markdown table."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

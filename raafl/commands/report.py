@@ -215,10 +215,9 @@ def _samples(runs: Sequence[RecordedRun]) -> str:
         if rows:
             parts.append(_thumbnails(run))
             latest = max(int(row[0]) for row in rows)
-            first_and_last = [row for row in rows if row[0] in ("0", str(latest))]
-            parts.append(
-                table_html(Table(SAMPLE_COLUMNS, first_and_last[:MAX_ROWS], f"{run.name}, first and last model"))
-            )
+            of_versions = [[row for row in rows if row[0] == version] for version in dict.fromkeys(("0", str(latest)))]
+            first_and_last = [row for some in of_versions for row in some[: MAX_ROWS // 2]]
+            parts.append(table_html(Table(SAMPLE_COLUMNS, first_and_last, f"{run.name}, first and last model")))
             kept, said = thin_rows(rows)
             parts.append(collapsible(f"All of {run.name}", table_html(Table(SAMPLE_COLUMNS, kept, said))))
     return f'<section id="samples"><h2>Samples</h2>{"".join(parts)}</section>' if parts else ""

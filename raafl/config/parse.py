@@ -373,7 +373,15 @@ def _find_project_modules() -> None:
 
 
 def expand_short(argv: Sequence[str]) -> list[str]:
-    """Write short forms out: `--strict` without a value as `--strict=true`, `--engine ray` as `--engine.name ray`."""
+    """Write short forms out: `--strict` without a value as `--strict=true`, `--engine ray` as `--engine.name ray`.
+
+    Raises:
+        BadInput: an argument of a logger is an option of its own, which jsonargparse would take for a field of the logger.
+    """
+    for option in map(name_of, argv):
+        if option.startswith("--logger.") and option not in ("--logger.class_path", "--logger.init_args"):
+            given = f"'{{class_path: wandb, init_args: {{{option.rpartition('.')[2]}: VALUE}}}}'"
+            raise BadInput(f"unknown option {option}: give a logger and its arguments as one value, --logger {given}")
     words = [
         "--engine.name" if item == "--engine" and after.isalpha() else item for item, after in pairwise([*argv, ""])
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -43,7 +44,7 @@ Numbers = npt.NDArray[np.float64]
 _FILES = (METRICS, CLIENTS, JOURNAL, SUMMARY)
 """A folder that has one of these, or a config.yaml, is a run folder."""
 _TEXT = ("client", "spec", "outcome")
-MOST_SAMPLES = 10_000  # most rows of samples.csv that are read
+MOST_SAMPLES = 10_000  # most rows of samples.csv that are shown, of the first models and the last
 MOST_IMAGES = 64  # most pictures of samples that are read
 _MOST_IMAGE_BYTES = 100_000
 _AT_A_TIME = 10_000  # number of rows that are parsed at a time
@@ -342,7 +343,7 @@ def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
 def sample_rows(folder: Path, most: int | None = MOST_SAMPLES) -> list[list[str]] | None:
     """Return the complete rows of samples.csv as texts, in order of `SAMPLE_COLUMNS`; None where a run has recorded none.
 
-    `most`: number of rows that are read; None = all.
+    `most`: number of rows, half of them the first, half of them the last; None = all.
     """
     if not (folder / SAMPLES).is_file():  # reading a device or pipe might never end
         return None
@@ -353,10 +354,12 @@ def sample_rows(folder: Path, most: int | None = MOST_SAMPLES) -> list[list[str]
             if not set(SAMPLE_COLUMNS) <= set(header):
                 return []
             places = [header.index(name) for name in SAMPLE_COLUMNS]
-            rows = [[row[place] for place in places] for row in islice(lines, most) if len(row) == len(header)]
+            texts = ([row[place] for place in places] for row in lines if len(row) == len(header))
+            rows = (row for row in texts if re.fullmatch("[0-9]{1,17}", row[0]))
+            half = None if most is None else most // 2
+            return [*islice(rows, half), *deque(rows, half)]
     except OSError:
         return None
-    return [row for row in rows if re.fullmatch("[0-9]{1,17}", row[0])]
 
 
 def sample_images(folder: Path) -> dict[int, tuple[bytes, str]]:

@@ -21,6 +21,11 @@ BAD = {  # one of each way to the line; tests/config has every message
     "argument of a Trainer": (["--max_epochs", "5"], "unknown option --max_epochs: a run ends by max_updates"),
     "option abbreviated": (["--client", "5"], "unknown option --client: did you mean '--clients'?"),
     "argument of the algorithm": (["--algorithm.alfa", "1"], "unknown field algorithm.alfa: did you mean 'alpha'?"),
+    "argument of a logger": (
+        ["--logger.class_path", "csv", "--logger.init_args.name=x"],
+        "unknown option --logger.init_args.name: give a logger and its arguments as one value, --logger "
+        "'{class_path: wandb, init_args: {name: VALUE}}'",
+    ),
     "clients zero": (["--clients", "0"], "clients is 0: give 1 or more"),
     "target unknown": (
         ["--target", "acuracy=0.5"],

@@ -160,6 +160,7 @@ def test_text_tables_are_markdown_and_not_endless():
         "| 1 |  |",
         "| x | 0.123457 |",
     ]
+    assert markdown(["a"], [["one | two\n\\three"]]).splitlines()[-1] == "| one \\| two \\\\three |"
     assert markdown(["a"], [[i] for i in range(300)]).splitlines()[-2:] == ["", "and 100 more"]
 
 

@@ -8,6 +8,7 @@ A card beside either says how the model was trained.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -38,9 +39,9 @@ SAFETENSORS: Final = "model.safetensors"
 _MAX_METRICS = 20
 _WITH_TRANSFORMERS = """\
 ```python
-from transformers import AutoModel, AutoTokenizer
+from transformers import {architecture}
 
-AutoModel.from_pretrained("FOLDER")
+{architecture}.from_pretrained("FOLDER")
 ```"""
 _WITH_SAFETENSORS = """\
 ```python
@@ -67,8 +68,8 @@ def save_final(
     module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
     is_pretrained = callable(getattr(module, "save_pretrained", None))
 
-    def card() -> str:
-        return model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
+    def card(architecture: str | None = None) -> str:
+        return model_card(summary, experiment.name, type(module).__name__, architecture, is_pretrained=is_pretrained)
 
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if (experiment.safetensors or experiment.push_to_hub is not None) and not is_pretrained:
@@ -86,14 +87,14 @@ def _save_model(
     state: GlobalState,
     data: FederatedData,
     progress: Notices,
-    card: Callable[[], str],
+    card: Callable[[str | None], str],
 ) -> str | None:
     """Save the final model in the run folder, and return its path there; after an error warn, and return None."""
     found = None
     if callable(getattr(module, "save_pretrained", None)):
         try:
             state.submodels.load_(module, state.values)
-            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card())
+            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card)
         except Exception as error:  # libraries may wrap disk errors in other exceptions
             progress.warn(
                 f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}; take it from the last "
@@ -125,13 +126,25 @@ def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: 
     return str(path)
 
 
-def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Path:
+def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: Callable[[str | None], str]) -> Path:
     with _whole(target) as folder:
         module.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
-        (folder / CARD).write_text(card, encoding="utf-8")
+        (folder / CARD).write_text(card(_architecture(folder)), encoding="utf-8")
     return target
+
+
+def _architecture(folder: Path) -> str | None:
+    """Return the class of transformers that a saved model's config names; None if it names none.
+
+    `AutoModel` would load most models without their head.
+    """
+    try:
+        (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def _save_safetensors(
@@ -195,11 +208,21 @@ def _whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def model_card(summary: Mapping[str, Any], name: str, kind: str, *, is_pretrained: bool) -> str:
-    """Return the text of a model card: method, clients, updates, final metrics, privacy and digest."""
+def model_card(
+    summary: Mapping[str, Any], name: str, kind: str, architecture: str | None = None, *, is_pretrained: bool
+) -> str:
+    """Return the text of a model card: method, clients, updates, final metrics, privacy and digest.
+
+    `architecture`: class of transformers that loads the model; None = that is not known.
+    """
     import yaml
 
-    library = "transformers" if is_pretrained else "pytorch"
+    use = _WITH_SAFETENSORS
+    if is_pretrained:
+        use = f"Load it with what belongs to the `save_pretrained` of {_card_cell(kind)}."
+    if architecture is not None:
+        use = _WITH_TRANSFORMERS.format(architecture=architecture)
+    library = "pytorch" if architecture is None else "transformers"
     head = {"library_name": library, "tags": ["raafl", "federated-learning", str(summary["algorithm"])]}
     lines = [
         "---",
@@ -231,7 +254,7 @@ def model_card(summary: Mapping[str, Any], name: str, kind: str, *, is_pretraine
         "",
         "## Use",
         "",
-        _WITH_TRANSFORMERS if is_pretrained else _WITH_SAFETENSORS,
+        use,
         "",
         "The digest is of the values as raafl merged them; `raafl audit RUN` finds whether they are those of the journal.",
     ]

@@ -21,7 +21,7 @@ from raafl.core.hooks import RunHooks
 from raafl.errors import USER_ERRORS, BadInput, briefly
 from raafl.rng import undisturbed
 from raafl.runfolder.append_file import read_table, write_table
-from raafl.runfolder.reading import sample_rows
+from raafl.runfolder.reading import MOST_IMAGES, sample_rows
 from raafl.runfolder.schema import METRICS, SAMPLE_COLUMNS, SAMPLE_IMAGES, SAMPLES
 from raafl.runtime.lifecycle.checkpointer import cause
 from raafl.runtime.lifecycle.export import tokenizer_of
@@ -54,6 +54,8 @@ class SampleRecorder(RunHooks):
         if self._options.num_predictions:
             inputs, _ = pair_of(run.parts.data, self._options.num_predictions)
             if self._options.images:
+                if self._options.images > MOST_IMAGES:
+                    raise BadInput(f"samples.images is {self._options.images}: give at most {MOST_IMAGES}")
                 pixels_of(inputs)
 
     def opened(self) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("plotly", reason="needs plotly: pip install '.[report]'")
 from raafl.commands.cli import main
 from raafl.commands.report import build
 from raafl.lab.report.page import Chart, Table, View, chart_html, data_json, escaped, shown, table_html
-from raafl.runfolder.reading import read
+from raafl.runfolder.reading import read, sample_rows
 from tests.lab.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
 
 
@@ -227,6 +227,16 @@ def test_complete_samples_beside_damaged_ones_are_shown(tmp_path):
     )
     page = build([read(folder)])
     assert '<td class="words">fine</td>' in page and '<td class="words">better</td>' in page and "b" * 1000 not in page
+
+
+def test_of_long_samples_the_first_and_the_last_model_are_shown(tmp_path):
+    folder = write(tmp_path / "run")
+    rows = [f"{version},class,test sample {i},v{version}s{i},," for version in range(110) for i in range(120)]
+    (folder / "samples.csv").write_text("\n".join([SAMPLES.rstrip(), *rows, ""]))
+    found = sample_rows(folder)
+    assert [",".join(row) for row in found] == rows[:5000] + rows[-5000:]
+    first_and_last, _ = build([read(folder)]).split("All of run")
+    assert ">v0s99<" in first_and_last and ">v109s99<" in first_and_last and ">v108s0<" not in first_and_last
 
 
 def test_a_region_of_any_number_is_drawn(tmp_path):

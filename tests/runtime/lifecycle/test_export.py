@@ -95,6 +95,8 @@ def test_plain_transformers_loads_the_final_model_with_equal_outputs(tmp_path):
         assert not torch.equal(plain(tokens()).logits, bert().eval()(tokens()))
     assert [path.name for path in run.folder.iterdir() if path.name.startswith(".")] == []
     assert json.loads(run.text("summary.json"))["model"] == "model"
+    card = (run.folder / "model" / "README.md").read_text()  # AutoModel would leave the classifier out
+    assert 'BertForSequenceClassification.from_pretrained("FOLDER")' in card and "library_name: transformers" in card
 
 
 @pytest.mark.parametrize("lora", [None, "fedex"])

@@ -58,6 +58,12 @@ def test_it_says_what_the_summary_says():
     }
 
 
+def test_a_model_that_transformers_does_not_know_is_not_said_to_be_one_of_its():
+    card = model_card(SUMMARY, "a run", "Mine", is_pretrained=True)
+    assert "library_name: pytorch" in card and "from transformers" not in card
+    assert "Load it with what belongs to the `save_pretrained` of Mine." in card
+
+
 def test_a_private_run_leaves_its_values_as_safetensors_with_a_card_that_has_epsilon(tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     pytest.importorskip("dp_accounting")

@@ -113,6 +113,11 @@ def test_prompts_need_a_tokenizer(tmp_path):
     assert json.dumps(Samples().prompts) == "[]"
 
 
+def test_no_more_pictures_are_written_than_are_shown(tmp_path):
+    with pytest.raises(BadInput, match=r"samples\.images is 65: give at most 64"):
+        run(tmp_path / "run", images=65)
+
+
 test_samples_are_checked = refuses(
     Samples,
     ({"every": 2}, "samples.every is 2, but nothing is recorded"),

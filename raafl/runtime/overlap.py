@@ -20,8 +20,7 @@ from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import Stopped, TaskContext
 from raafl.local.evaluate import peak_bytes
 from raafl.local.train import LocalTrainer
-from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item
-from raafl.runtime.client.worker import Work as Trained
+from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item, TrainedTask
 from raafl.runtime.executors.base import attempt
 from raafl.runtime.protocol import Assign
 from raafl.runtime.server.session_protocol import (
@@ -321,13 +320,13 @@ class OverlappedClient(ClientExtension):
         self._early = None
         return early
 
-    def train(self, arrival: Arrival, plain: Callable[[Arrival], Trained]) -> Trained:
+    def train(self, arrival: Arrival, plain: Callable[[Arrival], TrainedTask]) -> TrainedTask:
         """Return the result of a task that was begun early, if it came as expected."""
         early, self._begun = self._begun, None
         update = None if early is None else early.result()
-        return plain(arrival) if early is None or update is None else Trained(arrival, early.values, update)
+        return plain(arrival) if early is None or update is None else TrainedTask(arrival, early.values, update)
 
-    def send(self, work: Trained, plain: Callable[[Trained], None]) -> None:
+    def send(self, work: TrainedTask, plain: Callable[[TrainedTask], None]) -> None:
         """Send an update beside the next task, where that one may come or be begun meanwhile."""
         client, assignment = self.client, work.assignment
         # a refused update may have non-finite values, on which no next task can be started

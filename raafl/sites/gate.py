@@ -29,7 +29,7 @@ from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, TaskFailed
 from raafl.local.train import LocalTrainer
-from raafl.runtime.client.worker import Client, ClientExtension, Gate, TaskRefused, Work
+from raafl.runtime.client.worker import Client, ClientExtension, Gate, TaskRefused, TrainedTask
 from raafl.runtime.protocol import MAX_LOG_LINES, MAX_LOG_TEXT, Answer, Failed, LogLine, level_of
 from raafl.sanitize import sanitize_text
 from raafl.sites.policy import (
@@ -82,7 +82,7 @@ class SiteClient(ClientExtension):
         """Refuse a task that the policy does not allow."""
         self._gate.before(assignment)
 
-    def after(self, work: Work) -> None:
+    def after(self, work: TrainedTask) -> None:
         """Refuse an update that the policy forbids to send; else add the policy's noise to it."""
         work.update = self._gate.after(work.assignment, work.update, work.received)
 

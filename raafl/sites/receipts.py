@@ -36,7 +36,7 @@ from raafl.runfolder.events import JournalReader
 from raafl.runfolder.schema import CONFIG, JournalRow
 from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.setup import ClientSetup
-from raafl.runtime.client.worker import Client, ClientExtension, Work
+from raafl.runtime.client.worker import Client, ClientExtension, TrainedTask
 from raafl.runtime.executors.base import attempt
 from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.protocol import SignedHead
@@ -230,11 +230,11 @@ class ReceiptsClient(ClientExtension):
         super().__init__(client)
         self._receipts = receipts
 
-    def after(self, work: Work) -> None:
+    def after(self, work: TrainedTask) -> None:
         """Record the fingerprint of the trained values, before the site's policy adds noise to them."""
         work.notes["trained"] = work.update.tensors.fingerprint()
 
-    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+    def send(self, work: TrainedTask, plain: Callable[[TrainedTask], None]) -> None:
         """Draw whether the task's inputs are kept, and send the update."""
         client, assignment, update = self.client, work.assignment, work.update
         leaves, trained = update.tensors.fingerprint(), work.notes["trained"]
@@ -250,7 +250,7 @@ class ReceiptsClient(ClientExtension):
         work.notes["inputs"] = self._receipts.draw_inputs(work.received) if alone else None
         plain(work)
 
-    def sent(self, work: Work) -> None:
+    def sent(self, work: TrainedTask) -> None:
         """Write the receipt of an update that was sent."""
         self._receipts.sent(work.notes["receipt"], work.notes["inputs"])
 

@@ -33,7 +33,7 @@ from raafl.parts.protect.secure.member import Member, check_facts
 from raafl.parts.protect.secure.merge import SecureSum
 from raafl.parts.trigger import AllReported
 from raafl.runfolder.seals import Signer, is_signed
-from raafl.runtime.client.worker import Client, ClientExtension, Work
+from raafl.runtime.client.worker import Client, ClientExtension, TrainedTask
 from raafl.runtime.exchange import Questions
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Failed
@@ -110,7 +110,7 @@ class MaskedClient(Questions):
         """Remove metrics and extras from the answer, which would describe this client alone."""
         return replace(answer, metrics={}, extra={})
 
-    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+    def send(self, work: TrainedTask, plain: Callable[[TrainedTask], None]) -> None:
         """Send an update masked; the task's last message has the client's part in unmasking its group's sum."""
         client, assignment, update = self.client, work.assignment, work.update
         assert work.answer is not None

@@ -58,7 +58,7 @@ Item = Arrival | str | Exception
 
 
 @dataclass
-class Work:
+class TrainedTask:
     """A task that a client has trained, on its way to the server."""
 
     arrival: Arrival
@@ -155,7 +155,7 @@ class ClientExtension:
         """Wait for the next item of the connection."""
         return plain()
 
-    def train(self, arrival: Arrival, plain: Callable[[Arrival], Work]) -> Work:
+    def train(self, arrival: Arrival, plain: Callable[[Arrival], TrainedTask]) -> TrainedTask:
         """Train a task; ``plain`` does it as without this extension."""
         return plain(arrival)
 
@@ -168,18 +168,18 @@ class ClientExtension:
         """Return the trainer of a task and its context."""
         return trainer, context
 
-    def after(self, work: Work) -> None:
+    def after(self, work: TrainedTask) -> None:
         """See or change the update of a task; raises `TaskRefused` where it is not to be sent."""
 
     def answer(self, answer: Answer) -> Answer:
         """Return the fields that are sent with an update's tensors, which an extension may change."""
         return answer
 
-    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+    def send(self, work: TrainedTask, plain: Callable[[TrainedTask], None]) -> None:
         """Send the update of a task; ``plain`` does it as without this extension."""
         plain(work)
 
-    def sent(self, work: Work) -> None:
+    def sent(self, work: TrainedTask) -> None:
         """Take note of an update that was sent."""
 
     def failure(self, error: TaskFailed, told: Failed) -> Failed:
@@ -424,7 +424,7 @@ class Client:
 
     # ---- the training thread ----
 
-    def _trained(self, arrival: Arrival) -> Work:
+    def _trained(self, arrival: Arrival) -> TrainedTask:
         peak_bytes(self.trainer.fabric.device, anew=True)
         assignment, trainer, context = arrival.assignment, self.trainer, self.context
         # even if the task is then refused: the server takes for known what it has sent, and sends the next task relative to it
@@ -433,12 +433,12 @@ class Client:
             one.before(assignment)
         for one in self._extensions:
             trainer, context = one.begin(assignment, trainer, context)
-        return Work(arrival, received, attempt(trainer, assignment, received, self.data, context))
+        return TrainedTask(arrival, received, attempt(trainer, assignment, received, self.data, context))
 
     def _work(self, arrival: Arrival) -> None:
         assignment = arrival.assignment
         try:
-            work: Work = self._around("train", self._trained, arrival)
+            work: TrainedTask = self._around("train", self._trained, arrival)
             left = assignment.pace_s - (time.perf_counter() - arrival.since)
             if left > 0 and self.stop.wait(left):
                 raise Stopped
@@ -482,21 +482,21 @@ class Client:
             answer = one.answer(answer)
         return answer
 
-    def _send(self, work: Work) -> None:
+    def _send(self, work: TrainedTask) -> None:
         self.deliver(self.message(work, self.pack(work)), work)
 
-    def pack(self, work: Work) -> FlatTensors:
+    def pack(self, work: TrainedTask) -> FlatTensors:
         """Compress the tensors of an update."""
         return self._up.pack(work.assignment, work.update.tensors, work.received)
 
-    def message(self, work: Work, tensors: FlatTensors) -> Message:
+    def message(self, work: TrainedTask, tensors: FlatTensors) -> Message:
         """Return the message of an update; from here on the server may send the next task."""
         assert work.answer is not None
         assignment = work.assignment
         self.unsent, self.out = assignment.id, None
         return Message(Kind.UPDATE, assignment.id, assignment.incarnation, work.answer.to_meta(), tensors)
 
-    def deliver(self, message: Message, work: Work) -> None:
+    def deliver(self, message: Message, work: TrainedTask) -> None:
         """Send the message of an update."""
         try:
             self.pair.send(message)

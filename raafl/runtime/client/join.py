@@ -27,9 +27,7 @@ from raafl.units import duration
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # successive refusals before a client gives up; fewer may come from a server that ends, or from a flipped bit
-_FIRST_NOTE_S = (
-    60.0  # seconds of a search after which the user is reminded of it, and again after twice as many each time
-)
+_FIRST_NOTE_S = 60.0  # seconds of a search until the user is reminded of it; then twice as many each time
 _CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
 _CLOSED = "connection-closed"  # reason code of a connection that the peer closed
 

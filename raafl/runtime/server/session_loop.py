@@ -57,9 +57,8 @@ class LoopSession(Session):
         self._awaited: list[Mailbox[Any]] = []  # mailboxes on which the session and its branches wait now
         # assignment of an update that has arrived, of which the client does not know yet; 0 = none
         self._unconfirmed = 0
-        self._is_ahead = (
-            False  # whether a task may be sent before the last update has arrived, so that it confirms nothing
-        )
+        # whether a task may be sent before the last update has arrived, so that it confirms nothing
+        self._is_ahead = False
 
     # ---- called on the run's loop ----
 

@@ -25,7 +25,8 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 from weakref import WeakSet
 
 from raafl.atomic_file import atomic_file
@@ -129,7 +130,7 @@ class TableFile(AppendFile[list[Any]]):
         self.columns = self._header or tuple(columns)
         self.names = frozenset(self.columns)
         self._rows: list[str] = []
-        self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
+        self._writer = csv.writer(cast(Any, SimpleNamespace(write=self._rows.append)), lineterminator="\n")
         num_before = self._digest.lines
         super().__init__(path, self._text, warn, new=new, num_before=num_before, remake=remake, consequence=COUNTED)
         try:
@@ -176,13 +177,6 @@ class TableFile(AppendFile[list[Any]]):
 
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
-
-
-class _Into:
-    """File object for `csv.writer` that appends each written row to a list."""
-
-    def __init__(self, rows: list[str]) -> None:
-        self.write = rows.append
 
 
 def _line(value: JournalRow) -> bytes:

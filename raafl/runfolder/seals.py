@@ -105,7 +105,7 @@ class SealFile:
 
         `signer`: signs each seal; None = seals are unsigned. Raises OSError if the file cannot be opened.
         """
-        self._signer, self._folder = signer, path.parent
+        self._signer = signer
         self._before = _last_digest(path)
         self._file: AppendFile[bytes] = AppendFile(path, bytes, warn, new=not path.exists(), remake=remake)
 
@@ -118,9 +118,7 @@ class SealFile:
         final: bool = False,
         altered: Iterable[str] = (),
     ) -> None:
-        """Write a seal (signed entry with hashes), after making sure that the rows that it describes are on the disk."""
-        if version:
-            self._sync()
+        """Write a seal (signed entry with hashes) of rows that are on the disk, see `sync`."""
         data: dict[str, Any] = {
             "at": int(time.time()),
             "version": version,
@@ -140,16 +138,6 @@ class SealFile:
         self._before = hashlib.sha256(line).hexdigest()
         self._file.add(line)
 
-    def _sync(self) -> None:
-        """Flush the sealed files to disk, so that after a power failure no seal covers rows that were lost."""
-        for name in GROWING:
-            with suppress(OSError):
-                descriptor = os.open(self._folder / name, os.O_RDONLY)
-                try:
-                    os.fdatasync(descriptor)
-                finally:
-                    os.close(descriptor)
-
     def flush(self) -> None:
         """Try again to write the seals that could not be written so far."""
         self._file.flush()
@@ -157,6 +145,17 @@ class SealFile:
     def close(self) -> None:
         """Try once more to write the seals that could not be written so far, and close the file."""
         self._file.close()
+
+
+def sync(folder: Path) -> None:
+    """Flush journal and tables to disk, so that after a power failure no seal, and no checkpoint, knows of rows that were lost."""
+    for name in GROWING:
+        with suppress(OSError):
+            descriptor = os.open(folder / name, os.O_RDONLY)
+            try:
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 class RunSeals:
@@ -176,6 +175,8 @@ class RunSeals:
 
         `names`: files that are new since the last seal, by their paths in the folder; ignored in the last seal.
         """
+        if version and (final or CONFIG in names):  # rows before a checkpoint were flushed before it was written
+            sync(self._folder)
         if final:
             saved = sorted((self._folder / CHECKPOINTS).glob("*.ckpt"))
             names = [SUMMARY, CONFIG, MODEL, *(f"{CHECKPOINTS}/{path.name}" for path in saved)]

@@ -184,6 +184,10 @@ class Checkpointer(RunHooks):
 
     def _write(self, version: int, content: dict[str, Any], books: Sealed | None) -> Path | None:
         try:
+            if books is not None:
+                from raafl.runfolder.seals import sync
+
+                sync(self._folder)  # first: after a power failure no checkpoint is newer than the journal
             path = checkpoint.write(self._folder, content, keep_last=self._keep)
         except Exception as error:  # torch.save may wrap disk errors in other exceptions
             self._failed(version, error)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from raafl.errors import BadInput
 from raafl.runfolder import append_file, checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.schema import EVENTS
 from raafl.runfolder.seals import read_seals
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm, cause, check_space
 from raafl.runtime.run import simulate
@@ -92,6 +94,31 @@ def test_each_checkpoint_is_sealed_once_it_is_written_with_the_rows_before_it(tm
         )
         (path, digest), *_ = seal["files"].items()
         assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == digest
+
+
+def test_the_rows_that_a_checkpoint_knows_of_are_on_the_disk_before_it(tmp_path, monkeypatch):
+    """A power failure in between leaves the checkpoint before, and never one that is newer than the journal."""
+    flush, rename, flushed, checkpoints = os.fdatasync, Path.replace, [], []
+
+    def flushes(descriptor):
+        flush(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed.append((path.name, path.read_bytes()))
+
+    def renames(path, target):
+        if Path(target).suffix == ".ckpt":
+            checkpoints.append((Path(target).name, dict(flushed)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fdatasync", flushes)
+    monkeypatch.setattr(Path, "replace", renames)
+    _, folder = simulate(experiment(tmp_path / "run", "fed_async", checkpoint_every=4, keep_checkpoints=9))
+    assert [name for name, _ in checkpoints] == [f"version-{version:06d}.ckpt" for version in (4, 8, 12)]
+    for name, on_disk in checkpoints:
+        record = checkpoint_reader.load(folder / "checkpoints" / name).raafl["record"]
+        kinds = [json.loads(line)["event"] for line in on_disk["events.jsonl"].splitlines()]
+        assert sum(kind in EVENTS for kind in kinds) >= record["num_events"]
+        assert len(on_disk["clients.csv"].splitlines()) > record["num_rows"]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_is_tried(tmp_path, monkeypatch, capsys):

@@ -186,7 +186,11 @@ class Health(RunHooks):
         return None
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Record the model's version, and whether the run has finished its work; see `RunHooks.on_event`."""
+        """Record the run's state after an event; see `RunHooks.on_event`."""
+        self.look(coordinator)
+
+    def look(self, coordinator: Coordinator) -> None:
+        """Record the model's version, and whether the run has finished its work."""
         self._version = coordinator.state.version
         if coordinator.finished is not None:
             self.state = "ending"
@@ -228,9 +232,11 @@ class Monitor(HookList):
         self._endpoint: Endpoint | None = None
         self._metrics: RunMetrics | None = None
         self._rendered, self._rendered_at = EMPTY, float("-inf")
+        self._begun_s = 0.0
 
-    def begin(self, run: Any, saved: object = None) -> None:
-        """Open the port; raises `BadInput` where it cannot be had."""
+    def begin(self, run: Any, saved: Any = None) -> None:
+        """Open the port; raises `BadInput` where it cannot be had. ``saved``: the checkpoint of a resumed run, None = new."""
+        self._begun_s = 0.0 if saved is None else saved.section["clock"]["now"]
         routes = {"/metrics": self._scrape, "/healthz": self._health.report}
         self._endpoint = Endpoint(listening_socket("monitor", run.parts.experiment.monitor), routes)
         self.address = self._endpoint.address
@@ -246,6 +252,9 @@ class Monitor(HookList):
         }
         self._metrics = RunMetrics(run.record, self._health, info, experiment.monitor_clients, run.num_queued)
         self._hooks = (self._health, self._metrics)
+        # a resumed run may have no event for hours, until its clients are back
+        self._health.look(run.parts.coordinator)
+        self._metrics.look(run.parts.coordinator, self._begun_s)
 
     def start(self) -> None:
         """Say where it is."""
@@ -389,6 +398,10 @@ class RunMetrics(RunHooks):
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
         """Update the metrics that an event may have changed; see `RunHooks.on_event`."""
+        self.look(coordinator, now)
+
+    def look(self, coordinator: Coordinator, now: float) -> None:
+        """Update the metrics of the coordinator's state at the time ``now`` of the run's clock."""
         roster = coordinator.roster
         there, working = len(roster.clients), len(roster.busy)
         for state, num in zip(_STATES, (there - working, working, len(roster.suspended)), strict=True):

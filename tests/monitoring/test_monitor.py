@@ -7,6 +7,7 @@ import json
 import socket
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,34 @@ def test_a_scrape_reads_what_the_summary_says_and_hostile_callers_change_nothing
     assert (status, json.loads(text)["status"]) == (200, "ending")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(looks.where)
+
+
+class LooksAtTheStart(Looks):
+    """Reads both paths before the first event of a run that is resumed."""
+
+    def start(self):
+        self.first = (self.ask("/metrics")[1], json.loads(self.ask("/healthz")[1]))
+
+
+def test_a_resumed_run_shows_where_it_stands_before_its_first_event(tmp_path):
+    class Stops(RunHooks):
+        merged = 0
+
+        def on_merged(self, version, now, seconds):
+            self.merged = version
+
+        def stop_asked(self):
+            return "interrupted" if self.merged == 5 else None
+
+    made = experiment(tmp_path / "run", "fed_async")
+    summary, folder = simulate(made, observer=Stops())
+    looks = LooksAtTheStart()
+    simulate(replace(made, resume=str(folder), monitor="127.0.0.1:0"), observer=looks)
+    text, health = looks.first
+    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(shown["raafl_model_version"]) == health["version"] == 5
+    assert float(shown["raafl_run_clock_seconds"]) == pytest.approx(summary["time_s"])
+    assert float(shown["raafl_tasks_in_flight"]) == float(shown['raafl_sessions{state="working"}']) > 0
 
 
 class Hangs(Looks):

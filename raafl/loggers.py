@@ -524,25 +524,16 @@ def _figure(timeline: Table) -> object:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return the first rows of a table as Markdown, for TensorBoard."""
-
-    def line(cells: Iterable[Any]) -> str:
-        return (
-            "| "
-            + " | ".join(
-                "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else _in_cell(str(cell))
-                for cell in cells
-            )
-            + " |"
-        )
-
-    text = [line(columns), line("---" for _ in columns), *(line(row) for row in rows[:_SHOWN_ROWS])]
+    lines = [columns, ["---"] * len(columns), *rows[:_SHOWN_ROWS]]
+    text = [f"| {' | '.join(map(_in_cell, line))} |" for line in lines]
     if len(rows) > _SHOWN_ROWS:
         text += ["", f"and {len(rows) - _SHOWN_ROWS} more"]
     return "\n".join(text)
 
 
-def _in_cell(text: str) -> str:
-    """Keep a text, such as one that a model wrote, within its cell of a Markdown table."""
+def _in_cell(value: object) -> str:
+    """Format a value, such as a text that a model wrote, so that it stays within its cell of a Markdown table."""
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 

@@ -221,7 +221,7 @@ def attributes_of(thing: object) -> dict[str, Any]:
 def slots_of(thing: object) -> dict[str, Any]:
     """Return the values of an object's slots by name."""
     found = {}
-    for member in _slots_in(type(thing)):  # type: ignore[arg-type]
+    for member in slots_in(type(thing)):  # type: ignore[arg-type]
         try:
             found[member.__name__] = member.__get__(thing)
         except AttributeError:  # the slot is empty
@@ -230,7 +230,8 @@ def slots_of(thing: object) -> dict[str, Any]:
 
 
 @functools.lru_cache(4096)
-def _slots_in(kind: type) -> list[Any]:
+def slots_in(kind: type) -> list[Any]:
+    """Return the descriptors of the slots that objects of a type have."""
     return [
         member
         for base in kind.__mro__

@@ -41,9 +41,8 @@ from raafl.submodel.module_state.containers import (
     SetRecord,
     SlotsRecord,
     TensorsRecord,
-    attributes_of,
     reach,
-    slots_of,
+    slots_in,
 )
 
 if TYPE_CHECKING:
@@ -177,11 +176,12 @@ def _records_of(reached: Reached, storages: set[int], *, shared: bool) -> list[R
         found.append(BytesRecord(reached))
     elif not isinstance(thing, nn.Module) and progress_of(thing) is not None:
         found.append(OpaqueRecord(reached))
-    if attributes_of(thing):
+    # by the type, since an object that is empty now may get attributes, or values in its slots, in a step
+    if type(thing).__dictoffset__:
         found.append(AttributesRecord(reached, ATTACHED if isinstance(thing, nn.Module) else frozenset()))
     if reached.is_part:
         found += [HooksRecord(reached), TensorsRecord(reached)]
-    return [*found, SlotsRecord(reached)] if slots_of(thing) else found
+    return [*found, SlotsRecord(reached)] if slots_in(type(thing)) else found  # type: ignore[arg-type]
 
 
 LARGE_BYTES = 1 << 24

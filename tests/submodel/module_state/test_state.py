@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import threading
+import types
 from collections import OrderedDict, deque
 
 import numpy as np
@@ -106,6 +107,12 @@ class Slotted:
     n: int = 0
 
 
+class Unset:
+    """Has a slot that nothing is in yet."""
+
+    __slots__ = ("late",)
+
+
 class Objects(Stateful):
     """Objects of the user's, two attributes for one object, and a module that is hidden in a list."""
 
@@ -123,6 +130,30 @@ class Objects(Stateful):
         with torch.no_grad():
             self.hidden[0].weight += 1
         return (self.average.n + self.slotted.n + self.array.sum() + float(self.hidden[0].weight.sum().detach())) / 20
+
+
+class Empty(Stateful):
+    """Objects in which nothing is before the first step."""
+
+    def set_up(self):
+        self.space, self.unset = types.SimpleNamespace(), Unset()
+
+    def factor(self, loss):
+        self.space.n = getattr(self.space, "n", 0) + 1
+        self.unset.late = getattr(self.unset, "late", 0) + 1
+        return (self.space.n + self.unset.late) / 20
+
+
+class Bytes(Stateful):
+    """Bytes that are changed in place, and grow."""
+
+    def set_up(self):
+        self.seen = bytearray(b"\x01")
+
+    def factor(self, loss):
+        self.seen[0] += 1
+        self.seen.append(1)
+        return sum(self.seen) / 20
 
 
 class Drawing(Stateful):
@@ -175,7 +206,7 @@ class References(Stateful):
         return self.n[0] / 20
 
 
-STATES = [Counter, Late, Hidden, Grown, Nested, Objects, Drawing, Transient, Freezing, References]
+STATES = [Counter, Late, Hidden, Grown, Nested, Objects, Empty, Bytes, Drawing, Transient, Freezing, References]
 
 
 @pytest.mark.parametrize("make", STATES)
@@ -373,6 +404,37 @@ def test_what_has_changed_is_named():
     assert state.changed() == ["fc1.scale", "memory"]
     state.restore()
     assert state.changed() == [] and not hasattr(module.fc1, "scale")
+
+
+@pytest.mark.parametrize(
+    ("thing", "change"),
+    [
+        ([1], lambda thing: thing.append(2)),
+        (deque([1, 2], 2), lambda thing: thing.rotate()),
+        ({1: 2}, lambda thing: thing.update({1: 3})),
+        ({1}, lambda thing: thing.add(2)),
+        (bytearray(b"a"), lambda thing: thing.extend(b"b")),
+        (Slotted(), lambda thing: setattr(thing, "n", 1)),
+        (Unset(), lambda thing: setattr(thing, "late", 1)),
+        (Average(), lambda thing: setattr(thing, "n", 1)),
+        (types.SimpleNamespace(), lambda thing: setattr(thing, "n", 1)),
+        (np.zeros(2), lambda thing: thing.fill(1.0)),
+        (random.Random(1), lambda thing: thing.random()),
+        (torch.zeros(2), lambda thing: thing.add_(1.0)),
+    ],
+    ids=lambda value: type(value).__name__ if not callable(value) else "",
+)
+def test_a_thing_of_each_kind_is_named_once_it_has_changed(thing, change):
+    bench = Bench.of(Counter)
+    module = bench.submodels.shrink().module
+    module.thing = thing
+    state = ModuleState(module, bench.submodels)
+    assert state.changed() == []
+    change(module.thing)
+    (name,) = state.changed()
+    assert name.partition(".")[0] == "thing"
+    state.restore()
+    assert state.changed() == []
 
 
 def test_what_copies_share_is_known_by_objects_that_stay_alive():

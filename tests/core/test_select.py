@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from raafl.core import select
 from raafl.core.algorithm import OwnTests, SelectContext
+from raafl.core.local import Local
 from raafl.core.options import Training
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.rules import Rules
-from raafl.submodel.spec import FULL
+from raafl.submodel.spec import FULL, Spec
 from tests.helpers.coordinators import line_state
 
 
@@ -57,3 +60,23 @@ def test_a_task_takes_the_time_of_the_samples_that_it_trains(num_samples, drop_l
         )
         per_sample = fleet.cost(FULL).flops_per_sample
         assert fleet.cost_s(slow, work) == pytest.approx(counted * per_sample / 1000.0)
+
+
+def test_a_bounded_number_of_costs_is_stored(monkeypatch):
+    monkeypatch.setattr(select, "MAX_CACHED", 3)
+    fleet = SelectContext(line_state(hidden=8), {}, random.Random(0), Training(), 1)
+    specs = [Spec.select({"hidden": range(width)}) for width in range(1, 9)]
+    found = [fleet.cost(spec) for spec in specs]
+    assert len(fleet._costs) <= 3
+    assert [fleet.cost(spec) for spec in specs] == found
+    assert fleet.cost(specs[-1]) is fleet.cost(specs[-1])
+
+
+def test_the_cost_of_a_task_with_settings_of_its_own_is_not_taken_for_that_of_the_submodel():
+    class Larger(Local):
+        def cost(self, submodels, spec, batch_size, extra):
+            found = super().cost(submodels, spec, batch_size, extra)
+            return replace(found, peak_bytes=extra.get("peak", 1))
+
+    fleet = SelectContext(line_state(), {}, random.Random(0), Training(), 1, local=Larger())
+    assert [fleet.cost(FULL, extra).peak_bytes for extra in ({"peak": 5}, None, {"peak": 7}, {})] == [5, 1, 7, 1]

@@ -149,6 +149,14 @@ def test_a_width_kept_whole_says_why():
         submodels.normal(Spec.select({"0": [0]}))
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
+def test_the_convolution_that_makes_channels_is_named_where_they_stay_whole(layer):
+    """Without a bias, which would name it too: by the side of its weight that makes them, not by that which reads."""
+    net = nn.Sequential(layer(2, 4, 3, bias=False), nn.ReLU(), layer(4, 3, 1, bias=False))
+    submodels = Submodels(net, (torch.zeros(2, 2, 5, 5),))
+    assert list(submodels.axes) == ["0"] and submodels.kept_whole == {"2": "it is an output of the model"}
+
+
 def test_a_forward_that_needs_values_is_followed_with_values():
     def forward(self, x):
         return self.c(self.a(x) if x.sum() > 0 else -self.a(x))

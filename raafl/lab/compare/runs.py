@@ -35,7 +35,6 @@ from raafl.lab.compare.comparison import Options
 from raafl.lab.compare.processes import check_free, in_processes, ranks_log, start
 from raafl.lab.report.groups import of_experiment
 from raafl.rules import CURRENT
-from raafl.runfolder.checkpoint_reader import load
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 _FAILED = 1  # exit code of a run that failed by itself, for example because it diverged
 _OF_RAAFL = ("raafl", "model_zoo")  # packages whose files are part of the code's digest
-_BAD_INPUT = 2  # exit code of raafl for invalid input
 _TOLD_S = 30.0
 """Seconds until the first line of progress while no run ends; each further one takes twice as long."""
 
@@ -288,9 +286,6 @@ class Runner:
         with contextlib.closing(in_processes(queue, self._jobs, start_run, wait_on)) as processes:
             for run, process, left in processes:
                 outcome = self._outcome(run, process)
-                if outcome is None:
-                    queue.insert(0, run)
-                    continue
                 _check_metric(metric, run, outcome.folder, ended=outcome.summary is not None)
                 found[run] = outcome
                 others = ranks_log(run.folder(self._root, code_digest()).with_suffix(".log"))
@@ -324,18 +319,12 @@ class Runner:
             file.write(json.dumps(note, indent=1).encode())
         return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks, self._cluster)
 
-    def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
-        """Return the outcome of a run whose process has ended; None if it must start again from scratch."""
+    def _outcome(self, run: Run, process: BaseProcess) -> Outcome:
+        """Return the outcome of a run whose process has ended."""
         outcome = self.find(run)
         if outcome is not None:
             return outcome
         folder = run.folder(self._root, code_digest())
-        last = newest(folder)
-        if process.exitcode == _BAD_INPUT and last is not None and load(last).raafl.get("finished") is not None:
-            # all training was done, but the process died before it wrote the summary: such a run can be neither resumed
-            # nor used
-            shutil.rmtree(folder)
-            return None
         lines, summary = _last_lines(folder.with_suffix(".log")), read_summary(folder)
         return Outcome(
             run,

@@ -234,8 +234,8 @@ def test_a_metric_that_finished_runs_do_not_measure_is_named(finished):
 
 
 @pytest.mark.long("test_nothing_is_run_twice")
-def test_a_run_that_was_cut_off_before_its_summary_begins_anew(tmp_path, capfd):
-    """Its last checkpoint says that it has finished, so it cannot be resumed."""
+def test_a_run_that_was_cut_off_before_its_summary_is_resumed(tmp_path, capfd):
+    """Its last checkpoint says that it has finished, so that it trains nothing more."""
     file, argv = (
         written(tmp_path, search=None, rows={"A": None}),
         ["--output", str(tmp_path / "out"), "--no_page", "--json"],
@@ -244,7 +244,9 @@ def test_a_run_that_was_cut_off_before_its_summary_begins_anew(tmp_path, capfd):
     (tmp_path / "out" / before["folder"] / "summary.json").unlink()
     after = json.loads(compare([file, *argv]))["rows"][0]["runs"][0]
     assert after["model_digest"] == before["model_digest"]
-    assert "is finished" in (tmp_path / "out" / before["folder"]).with_suffix(".log").read_text()
+    folder = tmp_path / "out" / after["folder"]
+    assert after["folder"] == before["folder"]
+    assert (folder / "events.jsonl").read_text().count('"resumed"') == 1
 
 
 @pytest.mark.long("test_nothing_is_run_twice")

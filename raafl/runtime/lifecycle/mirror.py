@@ -15,12 +15,14 @@ from raafl.core.hooks import RunHooks
 from raafl.errors import one_line
 from raafl.object_store import ObjectStore
 from raafl.runfolder.schema import CHECKPOINTS, GROWING, SEALS
+from raafl.runtime.lifecycle.signals import Interrupt
 
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
 
 _LEFT_OUT = "loggers"  # subfolder that is not copied: loggers upload their own files
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_SAID_S = 5.0  # seconds of waiting for the store after which a line says so
 _log = logging.getLogger(__name__)
 
 
@@ -73,19 +75,31 @@ class Mirror:
             self._asked += 1
             self._changed.notify_all()
 
-    def finish(self, *, failing_s: float = 60.0, silent_s: float = 600.0) -> bool:
-        """Copy the run folder in its present state, wait until that is done, and return whether the store has all files."""
+    def finish(
+        self, note: Callable[[str], None] = _log.info, *, failing_s: float = 60.0, silent_s: float = 600.0
+    ) -> bool:
+        """Copy the run folder in its present state, wait until that is done, and return whether the store has all files.
+
+        A first Ctrl-C during the wait ends it; ``note`` says so where it takes long.
+        """
         since = self._clock()
-        with self._changed:
+        with Interrupt() as interrupt, self._changed:
+            asked_before, said = interrupt.asked, False
             self._asked += 1
             wanted, self._moved_at = self._asked, since
             self._changed.notify_all()
             while self._done < wanted:
                 self._changed.wait(0.2)
                 now = self._clock()
-                gave_up = self._failed_in_a_row and now - since > failing_s
+                if not said and now - since > _SAID_S:
+                    note(f"waiting until {self.url} has all files; Ctrl-C ends the wait")
+                    said = True
+                interrupted = interrupt.asked and not asked_before
+                gave_up = interrupted or (self._failed_in_a_row and now - since > failing_s)
                 if self._done < wanted and (gave_up or now - self._moved_at > silent_s):
-                    why = self._error or f"it has not answered for {silent_s:g} s"
+                    why = self._error or (
+                        "Ctrl-C ended the wait" if interrupted else f"it has not answered for {silent_s:g} s"
+                    )
                     self._warn(f"{self.url} lacks files of {self._folder} ({why}): copy the folder there by hand")
                     return False
         return True
@@ -198,7 +212,7 @@ class StoreCopy(RunHooks):
     def publish(self, summary: dict[str, Any]) -> None:
         """Copy all that is there, and add what came of it to the summary."""
         if self._mirror is not None:
-            self._is_whole = self._mirror.finish()
+            self._is_whole = self._mirror.finish(self._run.progress.note)
             summary["mirror"] = self._mirror.report(self._is_whole)
 
     def written(self) -> None:

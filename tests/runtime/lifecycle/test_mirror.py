@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 import uuid
 from functools import partialmethod
 
@@ -132,8 +134,6 @@ class FailsFromNowOn(RunHooks):
 
 
 def test_an_attempt_of_which_nothing_is_heard_is_given_up(tmp_path, monkeypatch):
-    import threading
-
     (tmp_path / "events.jsonl").write_text("{}\n")
     released, said = threading.Event(), []
     monkeypatch.setattr(ObjectStore, "put", lambda *_: released.wait(30))
@@ -142,6 +142,31 @@ def test_an_attempt_of_which_nothing_is_heard_is_given_up(tmp_path, monkeypatch)
     released.set()
     mirror.close()
     assert said and "it has not answered for 0.1 s" in said[0]
+
+
+def test_ctrl_c_ends_the_wait_for_a_store_and_the_summary_is_written(here, monkeypatch):
+    """What is waited for is said after some seconds; a second Ctrl-C would end the process without a summary."""
+    released = threading.Event()
+    monkeypatch.setattr("raafl.runtime.lifecycle.mirror._SAID_S", 0.1)
+    monkeypatch.setattr(ObjectStore, "put", lambda *_: released.wait(30))
+    noted = []
+
+    def note(self, text):
+        noted.append(text)
+        if text.startswith("waiting until"):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("raafl.log.Notices.note", note)
+    url = f"memory://{uuid.uuid4()}/run"
+    try:
+        summary, folder = simulate(experiment(url, "fed_avg"))
+    finally:
+        released.set()
+    assert noted[-1] == f"waiting until {url} has all files; Ctrl-C ends the wait"
+    assert summary["finished"] == "max_updates" and (folder / "summary.json").is_file()
+    assert summary["mirror"] == {"url": url, "whole": False, "failed": 0, "error": None}
+    (warning,) = summary["warnings"]
+    assert warning == f"{url} lacks files of {folder} (Ctrl-C ended the wait): copy the folder there by hand"
 
 
 def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):

@@ -403,13 +403,12 @@ class TaskSteps:
             answer = self._built.module.training_step(batch, index % self.per_epoch)  # type: ignore[operator]
         if answer is None:
             raise SkippedBatch
-        if not isinstance(answer, Mapping):
-            return answer  # type: ignore[no-any-return]
-        hooks = self._built.hooks
+        hooks, loss = self._built.hooks, answer["loss"] if isinstance(answer, Mapping) else answer
         # store these values only if this hook reads them, since they keep the autograd graph in memory
-        if hooks is not None and "on_train_batch_end" in hooks.overridden:
+        if loss is not answer and hooks is not None and "on_train_batch_end" in hooks.overridden:
             self._extra = {name: value for name, value in answer.items() if name != "loss"}
-        loss: Tensor = answer["loss"]
+        if not isinstance(loss, Tensor):  # the first batch, which was tried before the run, had another
+            raise TypeError(f"training_step gives {type(loss).__name__}: return the loss, a tensor with one number")
         return loss
 
     def _backward(self, loss: Tensor) -> None:

@@ -220,6 +220,18 @@ def test_a_task_of_skipped_batches_alone_has_no_loss_and_no_step():
     assert same(tensors, bench.values)
 
 
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}], ids=["alone", "in a dict"])
+def test_a_loss_that_is_no_tensor_in_a_later_batch_is_named(wrap):
+    class Later(Net):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return wrap(loss if index < 2 else loss.item())
+
+    bench = Bench.of(Later)
+    with pytest.raises(TypeError, match="training_step gives float: return the loss, a tensor with one number"):
+        bench.run(assignment(epochs=1))
+
+
 def test_on_train_batch_start_may_skip_the_rest_of_an_epoch():
     class Stops(Spy):
         interval = "step"

@@ -363,6 +363,21 @@ def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, e
     assert [torch.rand(1, device=f"cuda:{index}").item() for index in range(2)] == expected
 
 
+class Misnamed(raafl.Callback):
+    def on_evaluation(self, run, metrics):
+        """Never called: the hook is on_evaluate."""
+
+
+class Both(raafl.Callback, EarlyStopping):
+    """A callback of Lightning's Trainer, too, which has methods of other names."""
+
+    on_gpu = True
+
+
+def test_a_callback_of_two_frameworks_has_the_methods_of_both():
+    assert raafl.Federation("fed_avg", callbacks=Both("loss")) is not None
+
+
 test_a_setting_that_is_none_is_named = refuses(
     raafl.Federation,
     ({"max_update": 3}, "Federation has no 'max_update': did you mean 'max_updates'"),
@@ -384,6 +399,10 @@ test_a_setting_that_is_none_is_named = refuses(
     (
         {"callbacks": EarlyStopping("loss")},
         "give objects of raafl.Callback, such as raafl.EarlyStopping; callbacks of Lightning's Trainer",
+    ),
+    (
+        {"callbacks": Misnamed()},
+        "callbacks: Misnamed has the method on_evaluation, which is never called: did you mean 'on_ev",
     ),
     ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
     ({"guard": 3}, "guard is 3: give its fields as a dict"),

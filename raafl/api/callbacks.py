@@ -83,13 +83,14 @@ def callbacks_of(given: Any) -> list[Callback]:
     """Convert one callback, several, or None to a list of callbacks.
 
     Raises:
-        BadInput: an item is not a callback.
+        BadInput: an item is not a callback, or has a method that is never called.
     """
     if given is None:
         return []
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, (Callback, type, str)) else [given]
     for one in several:
         if isinstance(one, Callback):
+            _check_names(one)
             continue
         if isinstance(one, type) and issubclass(one, Callback):
             raise BadInput(f"callbacks has {briefly(one)}: give an object, {one.__name__}()")
@@ -100,6 +101,18 @@ def callbacks_of(given: Any) -> list[Callback]:
             "do not work here"
         )
     return several
+
+
+def _check_names(callback: Callback) -> None:
+    """Raise `BadInput` if a callback has a method ``on_...`` that neither raafl nor another base class calls."""
+    others = [base for base in type(callback).__mro__ if not issubclass(base, Callback)]
+    for name in dir(callback):
+        is_unknown = name.startswith("on_") and name not in OCCASIONS and callable(getattr(callback, name))
+        if is_unknown and not any(hasattr(base, name) for base in others):
+            kind = type(callback).__name__
+            raise BadInput(
+                f"callbacks: {kind} has the method {name}, which is never called: {nearest(name, OCCASIONS)}"
+            )
 
 
 _SHIPPED = ("EarlyStopping", "LambdaCallback", "Printing")

@@ -56,7 +56,6 @@ class RunRecord:
         self.started = time.perf_counter()
         self.outcomes: Counter[str] = Counter()
         self.participation: dict[int, int] = {}
-        self.samples_trained = 0
         self.bytes_up = self.bytes_down = 0
         self.time_to: dict[str, float | None] = {str(target): None for target in targets}
         self.metrics: dict[str, float] = {}

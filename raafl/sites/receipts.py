@@ -427,7 +427,6 @@ class Retrained:
     """Result of repeating training tasks at a site."""
 
     num_tasks: int  # number of tasks that were repeated
-    num_receipts: int  # number of tasks whose results the site had sent
     findings: list[str]  # description of each task with a different result, a line each
 
 
@@ -440,7 +439,7 @@ def retrain(site: SiteReceipts, setup: ClientSetup, share: float) -> Retrained:
     for receipt, path in chosen:
         if (problem := _problem_of_task(receipt, path, setup)) is not None:
             findings.append(f"assignment {receipt.assignment['id']} of client {site.client}: {problem}")
-    return Retrained(len(chosen), len(site.receipts), findings)
+    return Retrained(len(chosen), findings)
 
 
 def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | None:

@@ -165,10 +165,6 @@ class SocketStream:
         if not self.pending and not (yield Wait(self, False, timeout_s)):
             raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
 
-    def await_first(self, timeout_s: float) -> None:
-        """Wait on this thread; see `awaiting_first`."""
-        block(self.awaiting_first(timeout_s))
-
     def check(self) -> bool:
         """Raise `PeerLost` if the peer has closed the connection and everything that it sent was read; return at once.
 

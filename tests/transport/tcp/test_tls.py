@@ -20,7 +20,7 @@ from raafl.sites.credentials import ReloadedContext, TlsFiles
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.listener import connect, proxy_for, tunnel
-from raafl.transport.tcp.stream import TimeBudget
+from raafl.transport.tcp.stream import TimeBudget, block
 from tests.helpers.certificates import CertifiedSites, federation
 from tests.transport.house import WAIT_S, House, nothing
 
@@ -105,7 +105,7 @@ def test_check_keeps_what_has_come_and_finds_a_peer_that_has_gone(ends):
     server.check()
     client._stream.write([b"abc"])
     piece = bytearray(3)
-    server._socket.await_first(WAIT_S)
+    block(server._socket.awaiting_first(WAIT_S))
     server.check()
     server._stream.read_into(memoryview(piece))
     assert piece == b"abc"

@@ -75,6 +75,14 @@ def test_the_result_has_the_final_model_and_the_tables(tmp_path):
     assert not result.module.training
 
 
+def test_a_result_keeps_its_tables_where_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fed = raafl.Federation("fed_avg", clients=2, max_updates=2, num_steps=1, progress="quiet", output="run")
+    result = fed.simulate(small_mlp, digits())
+    monkeypatch.chdir("/")
+    assert result.folder == tmp_path / "run" and len(result.clients) == 2 and "<svg" in result._repr_html_()
+
+
 def test_a_federation_and_a_result_are_shown_briefly(tmp_path):
     fed = federation(tmp_path / "run", "fed_avg", callbacks=raafl.EarlyStopping("loss"))
     text = repr(fed)

@@ -60,7 +60,7 @@ class Result:
 
     Attributes:
         summary: content of summary.json.
-        folder: folder of the run.
+        folder: folder of the run, an absolute path.
         module: copy of the given module with the final values, in eval mode.
     """
 
@@ -456,7 +456,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error
     assert observer.run is not None
-    return Result(summary, folder, in_eval_mode(observer.unwrap(current_module(observer.run, anew=False))))
+    return Result(summary, folder.absolute(), in_eval_mode(observer.unwrap(current_module(observer.run, anew=False))))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -103,6 +104,8 @@ def parser() -> ArgumentParser:
 def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     own, rest = own_options(parser(), argv)
     at_least("updates", own.updates, 1, optional=True)
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", own.device):
+        raise BadInput(f"device is '{own.device}': give cpu or cuda")
     if own.address is not None and own.measure is None:
         raise BadInput("--address needs --measure: give both, or neither")
     if own.measure is not None and Path(own.measure).suffix not in (".yaml", ".yml"):

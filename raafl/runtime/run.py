@@ -74,7 +74,7 @@ class Run:
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = display_of(experiment)
         self.signer = signer or _own_signer()
-        self.folder = self._name_folder(saved)
+        self.folder = self._new_folder() if saved is None else saved.folder
         self.observer = observer or RunHooks()
         self.observers = observers_of(self, self.observer)
         with ExitStack() as unless_begun:
@@ -121,9 +121,7 @@ class Run:
         if "writer" in opened:
             (self.writer.close if self.resumed else self.writer.discard)()
 
-    def _name_folder(self, saved: SavedRun | None) -> Path:
-        if saved is not None:
-            return saved.folder
+    def _new_folder(self) -> Path:
         name, output = self.parts.experiment.name, self.parts.experiment.output
         # a URL's run is written to a local folder, from which it is copied
         return default_run_folder(name) if output is None or is_url(output) else Path(output)
@@ -144,10 +142,14 @@ class Run:
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
         """Create the run folder, and record the metrics of the initial model."""
         experiment, state = self.parts.experiment, self.parts.coordinator.state
-        self.folder = self._name_folder(None)  # choose again, since another run may have taken the name
+        self.folder = self._new_folder()  # choose again, since another run may have taken the name
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:
             self.writer = RunFolder(self.folder, config_yaml, self.progress.warn)
+        except BadInput:
+            if self.folder == self._new_folder():
+                raise
+            return self._begin(config_yaml, metrics)  # another run has taken the name just now
         except OSError as error:
             raise BadInput(f"output is '{self.folder}', which cannot be created ({error}): name another") from error
         self.writer.signer = self.signer

@@ -18,6 +18,7 @@ from raafl.errors import RunFailed
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.events import read_run
+from raafl.runfolder.journal import RunFolder
 from raafl.runtime.replay import Replay
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import build, make_executor
@@ -231,6 +232,16 @@ def test_a_run_that_cannot_begin_leaves_its_folder_as_it_was_and_unlocked(tmp_pa
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
     assert finish(experiment(tmp_path / "run")).summary["finished"] == "max_updates"
     del raised
+
+
+def test_a_run_without_an_output_takes_another_name_where_one_of_the_same_second_was_faster(tmp_path, monkeypatch):
+    """A shell may start many runs at once: a name that is free when it is chosen may be taken when the folder is made."""
+    taken = tmp_path / "a"
+    chosen = iter([taken, taken, tmp_path / "b", tmp_path / "b"])
+    monkeypatch.setattr("raafl.runtime.run.default_run_folder", lambda name: next(chosen))
+    with closing(RunFolder(taken, "")):
+        run = finish(replace(experiment(tmp_path), output=None))
+    assert run.folder == tmp_path / "b" and run.summary["finished"] == "max_updates"
 
 
 def test_a_run_that_cannot_go_on_keeps_its_files_and_gives_its_folder_back(tmp_path):

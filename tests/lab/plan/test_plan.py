@@ -400,6 +400,7 @@ def test_bad_options_name_the_remedy(capsys, tmp_path):
         (["--address", "h:1", *SMALL], "--address needs --measure"),
         (["--measure", "x.txt"], "measure is 'x.txt'"),
         (["--measure", str(tmp_path / "x.yaml"), "--device", "cuda:99x"], "device is 'cuda:99x'"),
+        ([*SMALL, "--device", "gpu"], "device is 'gpu': give cpu or cuda"),
         ([*SMALL, "--max_updatess", "3"], "unknown option --max_updatess"),
     ):
         assert main(["plan", *argv]) == 2

@@ -38,6 +38,8 @@ SENDS: Final = ("output", "push_to_hub")
 """Fields that send a run's results elsewhere; only a config of this user's own may set them."""
 WRITES: Final = ("Privacy.seed_file", "ca2fl.memory_folder", "ram_fed.memory_folder")
 """Parameters that name files to be written; a config that another site submits may not have them, whatever it reads."""
+OPENS: Final = ("Experiment.monitor",)
+"""Parameters that open a port, which such a config may not have, either."""
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
 _DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
@@ -157,8 +159,8 @@ def of_text(text: str, what: str, *, trusted: bool) -> str:
     It may say neither where results go nor which folder is resumed. `what`: whose config it is, for messages.
 
     Raises:
-        BadInput: the text is not a config, or ``trusted`` is False and it names classes that are not part of raafl, or
-            files that the server would write.
+        BadInput: the text is not a config, or ``trusted`` is False and it names classes that are not part of raafl,
+            files that the server would write, or a port that it would open.
     """
     try:
         tree = with_class_path(_tree(text))
@@ -224,9 +226,9 @@ class _Check(Check):
         self._local, self._may_write = on_this_machine, may_write
 
     def value(self, value: object, hint: object, where: str, parameter: str) -> None:
-        """Check a value against a type, and that it names no file that the config may not write."""
-        if value is not None and not self._may_write and parameter in WRITES:
-            _refuse(where, value, "which names what the server would write")
+        """Check a value against a type, and that it names no file or port that the config may not have."""
+        if value is not None and not self._may_write and parameter in (*WRITES, *OPENS):
+            _refuse(where, value, f"which names what the server would {'write' if parameter in WRITES else 'open'}")
         super().value(value, hint, where, parameter)
 
     def section(self, name: object, value: object) -> None:

@@ -125,13 +125,17 @@ def test_a_submitted_config_may_not_say_where_it_writes():
 
 
 FOLDER = "algorithm: {class_path: ca2fl, init_args: {memory: disk, memory_folder: /etc}}\n"
-test_a_submitted_config_names_no_file_that_the_server_would_write = refuses(
+test_a_submitted_config_names_no_file_or_port_of_the_server = refuses(
     lambda **fields: _trial(**fields),
     (
         {"config": CONFIG + "privacy: {clip_norm: 1.0, seed_file: /etc/noise}\n"},
         "privacy.seed_file is '/etc/noise', which names what the server would write",
     ),
     ({"config": CONFIG + FOLDER}, "algorithm.memory_folder is '/etc', which names what the server would write"),
+    (
+        {"config": CONFIG + "monitor: 0.0.0.0:9000\n"},
+        "monitor is '0.0.0.0:9000', which names what the server would open",
+    ),
 )
 
 

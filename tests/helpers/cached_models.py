@@ -68,7 +68,17 @@ def reuse_findings() -> Iterator[None]:
         return known[key]
 
     def of(submodels: Submodels) -> tuple[Any, ...]:
-        return type(submodels), submodels.base is None, submodels.batch_norm, submodels.rules, tuple(submodels.axes)
+        sent = frozenset(
+            getattr(submodels.module, "submodel_sent", ())
+        )  # frozen weights that a method sends all the same
+        return (
+            type(submodels),
+            submodels.base is None,
+            submodels.batch_norm,
+            submodels.rules,
+            tuple(submodels.axes),
+            sent,
+        )
 
     def predicted(submodels: Submodels, spec: Spec, batch_size: int) -> Any:
         key = ("cost", *of(submodels), spec, batch_size)

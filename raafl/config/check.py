@@ -11,6 +11,7 @@ import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from raafl.config.experiment import field_types
@@ -69,6 +70,12 @@ def _of_trainer(config: dict[Any, Any]) -> dict[Any, Any]:
 def kind_of(hint: object) -> str | None:
     """Return the kind of object (model, data, algorithm, ...) that a type hint stands for; None for plain types."""
     return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
+
+
+@lru_cache(maxsize=64)  # a list of devices asks for those of `Device` each time
+def _declared(factory: Any) -> Mapping[str, Any]:
+    hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
 
 
 class Check(ABC):
@@ -137,8 +144,7 @@ class Check(ABC):
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
         """Return the declared type of each argument of a class or function."""
-        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-        return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
+        return _declared(factory)
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
         """Check arguments against the signature of a class or function.

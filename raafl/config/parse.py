@@ -6,10 +6,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -208,6 +210,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     _find_project_modules()
     hidden = None
     with ExitStack() as stack:
+        stack.enter_context(_lists_copied_once())
         if config_yaml is not None:
             if not trusted and not _names_own(argv):
                 from raafl.config.trust import imports_only, paths
@@ -236,6 +239,29 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             made_fields |= said
             text = yaml.safe_dump(tree | {**said, "fabric": asdict(said["fabric"])}, sort_keys=False)
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+@contextmanager
+def _lists_copied_once() -> Iterator[None]:
+    """Keep jsonargparse from copying a whole list for each of its entries, which takes minutes for a thousand devices.
+
+    `adapt_typehints`, which is private, copies the arguments of the call for an entry, and with them the list that it has
+    had before and was given. It only reads these.
+    """
+    typehints: Any = import_module("jsonargparse._typehints")
+
+    def without_lists(value: Any) -> Any:
+        if not isinstance(value, dict) or "orig_val" not in value:
+            return deepcopy(value)
+        whole = {name: value[name] for name in ("orig_val", "prev_val") if isinstance(value.get(name), list)}
+        return {**deepcopy({name: one for name, one in value.items() if name not in whole}), **whole}
+
+    before = typehints.deepcopy
+    typehints.deepcopy = without_lists
+    try:
+        yield
+    finally:
+        typehints.deepcopy = before
 
 
 def _set_options(argv: Sequence[str]) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import jsonargparse
 import pytest
 import yaml
@@ -313,6 +315,24 @@ def test_files_come_first_in_their_own_order(tmp_path):
     assert config_first(argv) == [f"--config={first}", f"--config={second}", "--seed", "3", "--json"]
     with pytest.raises(BadInput, match="--config needs a file"):
         config_first(["--config"])
+
+
+def test_a_list_of_devices_is_not_copied_for_each_of_them(tmp_path, monkeypatch):
+    """A thousand devices took minutes, and as long in each command on the run's folder."""
+    num_copied, copied = [0], copy._deepcopy_dispatch[list]
+
+    def counting(items, memo, deepcopy=copy.deepcopy):
+        num_copied[0] += len(items)
+        return copied(items, memo, deepcopy)
+
+    monkeypatch.setitem(copy._deepcopy_dispatch, list, counting)
+    devices = [{"name": f"d{number}", "flops_per_s": 1e9 + number} for number in range(20)]
+    config = {**yaml.safe_load(QUICKSTART.read_text()), "devices": devices}
+    (tmp_path / "many.yaml").write_text(yaml.safe_dump(config))
+    found = parse("simulate", ["--config", str(tmp_path / "many.yaml")])
+    assert [(one.name, one.flops_per_s) for one in found.experiment.devices] == [tuple(one.values()) for one in devices]
+    assert [one["name"] for one in yaml.safe_load(found.config_yaml)["devices"]] == [one["name"] for one in devices]
+    assert num_copied[0] < 20 * len(devices)
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if out.exists() and any(out.iterdir()):
         print(f"[hospitals] {out} is not empty: name another folder, or remove it", file=sys.stderr)
         return 2
+    missing = [name for name in ("cifar100", "sst2") if not (options.data / name).is_dir()]
+    if missing:
+        print(
+            f"[hospitals] {options.data} has no {' and no '.join(missing)}: set RAAFL_DATA, or give --data",
+            file=sys.stderr,
+        )
+        return 2
     result = play(out, options.data, short=options.short)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"[hospitals] {result['seconds']:.0f} s, {result['cpu_seconds']:.0f} CPU s; pages in {out / 'pages'}")

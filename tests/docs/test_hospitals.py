@@ -28,6 +28,14 @@ def test_a_config_is_whole(name):
     assert parse("serve", ["--config", str(HERE / f"{name}.yaml")]).experiment.name == f"hospitals-{name}"
 
 
+def test_without_the_data_it_says_what_is_missing_and_makes_nothing(tmp_path):
+    (tmp_path / "sst2").mkdir()
+    play = [sys.executable, str(ROOT / "examples" / "hospitals" / "play.py"), "out", "--data", str(tmp_path)]
+    ended = subprocess.run(play, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "") and not (tmp_path / "out").exists()
+    assert ended.stderr == f"[hospitals] {tmp_path} has no cifar100: set RAAFL_DATA, or give --data\n"
+
+
 @pytest.mark.long("tests/docs/test_sites.py::test_from_an_empty_folder_to_an_audit")
 @pytest.mark.timeout(1800)
 def test_four_hospitals_train_lose_a_site_and_are_audited(tmp_path, raafl_data):

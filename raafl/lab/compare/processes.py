@@ -23,6 +23,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
 
 from raafl.errors import BadInput, installing
@@ -104,10 +105,22 @@ def start(argv: Sequence[str], log: Path, num_ranks: int = 1, cluster: Cluster |
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     try:
-        process.start()
+        with _without_main():
+            process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script, which multiprocessing would run again in the new process: a command of raafl needs none."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _new_process(argv: Sequence[str], log: Path, num_ranks: int) -> BaseProcess:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import spawn
 
 import pytest
 import yaml
@@ -214,6 +215,24 @@ def test_a_class_of_the_notebook_itself_is_refused_with_the_way_to_a_file(tmp_pa
     fields = {"config": str(config), "rows": {"A": "--algorithm fed_avg", "B": "--algorithm fed_buff"}, "seeds": [0]}
     with pytest.raises(BadInput, match=r"^row 'A': __main__\.Net is a class of this .* %%writefile .* my_model\.Net$"):
         raafl.compare(fields, output=tmp_path / "out")
+
+
+def test_a_script_that_compares_is_not_run_again_by_each_run(tmp_path, monkeypatch):
+    """It needs no `if __name__ == "__main__"`: what multiprocessing tells a new process names no main module."""
+    told = {}
+
+    class Process:
+        def start(self):
+            told.update(spawn.get_preparation_data("run"))
+
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(script, "__spec__", None)
+    monkeypatch.setattr(script, "__file__", str(tmp_path / "script.py"), raising=False)
+    assert "init_main_from_path" in spawn.get_preparation_data("run")
+    monkeypatch.setattr(processes, "_new_process", lambda *_: Process())
+    processes.start([], tmp_path / "log")
+    assert told and not {"init_main_from_path", "init_main_from_name"} & told.keys()
+    assert sys.modules["__main__"] is script
 
 
 def test_a_metric_that_runs_do_not_measure_ends_the_first_of_them(tmp_path):

@@ -269,9 +269,9 @@ def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path, config, o
 
 def test_a_joint_result_is_of_no_client(tmp_path):
     pytest.importorskip("dp_accounting")
-    with pytest.raises(BadInput, match=r"guard.combine is 'median', but ram_fed remembers each client's own"):
+    with pytest.raises(BadInput, match=r"guard.combine is 'median', but ram_fed merges each client's update"):
         finish(experiment(tmp_path / "run", ram_fed(), guard=Guard(combine="median")))
-    with pytest.raises(BadInput, match="ram_fed remembers each client's own"):
+    with pytest.raises(BadInput, match="ram_fed merges each client's update"):
         finish(experiment(tmp_path / "run", ram_fed(), privacy=Privacy(clip_norm=1.0, delta=1e-3)))
 
 

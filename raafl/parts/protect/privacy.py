@@ -61,7 +61,7 @@ def private(
         return algorithm
     if algorithm.merge.by_client:
         raise BadInput(
-            f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} remembers each client's own update, "
+            f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} merges each client's update by itself, "
             "which privacy does not allow: choose another algorithm, such as ra_fed"
         )
     if getattr(algorithm.trigger, "at_work", None) is not None:

@@ -472,7 +472,7 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
     if guard.combine != "mean":
         if merge.by_client:
             raise BadInput(
-                f"guard.combine is '{guard.combine}', but {algorithm.name} remembers each client's own update: choose another "
+                f"guard.combine is '{guard.combine}', but {algorithm.name} merges each client's update by itself: choose another "
                 "algorithm, such as ra_fed, or use guard.clip_norm and guard.outlier"
             )
         if isinstance(algorithm.trigger, EachArrival) or getattr(algorithm.trigger, "size", 2) == 1:

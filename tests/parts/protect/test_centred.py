@@ -91,7 +91,7 @@ def test_where_there_is_nothing_to_combine_it_is_refused_by_name():
     with pytest.raises(BadInput, match=r"guard\.combine is 'centred_clip', but fed_async merges each update alone"):
         guarded(fed_async(), guard)
     with pytest.raises(
-        BadInput, match=r"guard\.combine is 'centred_clip', but scaffold remembers each client's own update"
+        BadInput, match=r"guard\.combine is 'centred_clip', but scaffold merges each client's update by itself"
     ):
         guarded(scaffold(), guard)
     with pytest.raises(BadInput, match=r"guard\.radius is 0"):

@@ -49,13 +49,13 @@ FIELDS = {
 REFUSED = {
     ("privacy", "guard"): "guard and privacy are both on: leave guard out",
     ("privacy", "robust"): "guard and privacy are both on: leave guard out",
-    ("privacy", "personal"): "privacy.clip_norm is 1, but fed_per remembers each client's own update",
+    ("privacy", "personal"): "privacy.clip_norm is 1, but fed_per merges each client's update by itself",
     ("secure", "guard"): "secure_aggregation.min_cover is set, but guard is on",
     ("secure", "robust"): "secure_aggregation.min_cover is set, but guard is on",
     ("secure", "wide"): "trains in bfloat16: use a model in float32",
     ("secure", "personal"): "the merge of fed_per .* needs more than a sum",
     ("secure", "compression"): "compress.up is int8, but masked numbers cannot be compressed",
-    ("robust", "personal"): "guard.combine is 'median', but fed_per remembers each client's own update",
+    ("robust", "personal"): "guard.combine is 'median', but fed_per merges each client's update by itself",
 }
 """Pairs that exclude each other, by what the user reads."""
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from raafl.data.labels import class_numbers
-from raafl.errors import BadInput, at_least, briefly
+from raafl.errors import USER_ERRORS, BadInput, at_least, briefly, cause
 from raafl.units import quantity
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,12 @@ class Partition(ABC):
         at_least("seed", seed, 0)
         _check_enough(len(labels_n), num_clients, max(1, getattr(self, "min_samples", 1)))
         rng = np.random.Generator(np.random.PCG64(seed))
-        parts = self.assign(labels_n, num_clients, rng, {} if columns is None else columns)
+        try:
+            parts = self.assign(labels_n, num_clients, rng, {} if columns is None else columns)
+        except BadInput:
+            raise
+        except USER_ERRORS as error:
+            raise BadInput(f"{type(self).__name__}.assign fails: {cause(error)}") from error
         checked = _checked(type(self).__name__, parts, len(labels_n), num_clients)
         sizes, rows = [len(part) for part in checked], np.concatenate(checked)
         if num_shared := int(np.count_nonzero(np.bincount(rows) > 1)):

@@ -290,6 +290,15 @@ def test_a_partition_of_ones_own_gives_numbers_of_samples_of_any_kind():
     assert all(part.dtype == torch.int64 for part in parts)
 
 
+def test_a_partition_of_ones_own_that_fails_is_named():
+    class Fails(Own):
+        def assign(self, labels, num_clients, rng, columns):
+            raise RuntimeError("no file of owners")
+
+    with pytest.raises(BadInput, match=r"^Fails.assign fails: RuntimeError: no file of owners"):
+        Fails(None).split(LABELS, 3, 0)
+
+
 def test_samples_that_are_given_out_twice_are_warned_of(caplog):
     """Shared rows, and draws with replacement, may be meant."""
     parts = Own([[0, 1, 1], [2, 0], [3]]).split(LABELS, 3, 0)

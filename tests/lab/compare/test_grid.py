@@ -229,6 +229,14 @@ def test_a_table_says_what_was_not_replayed(finished):
     assert {line[-1] for line in lines} == {"not replayed", "NO"} and head[-2:] == ["front", "accepted"]
 
 
+def test_a_table_says_of_how_many_runs_a_mean_is_not(finished):
+    cell = finished[2]["cells"][0]
+    rows = [row | {"failed": failed} for row, failed in zip(cell["rows"], (2, 0), strict=True)]
+    head, *lines = cell_table(cell | {"rows": rows})
+    shown = {line[0]: line[head.index(cell["metric"])] for line in lines}
+    assert [shown[row["row"]].endswith(" (2 failed)") for row in rows] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

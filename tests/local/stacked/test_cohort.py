@@ -302,6 +302,24 @@ def test_batches_that_no_graph_can_have_are_eager_and_say_why(emulated_cuda: Emu
     assert said.startswith(reason) or reason.partition(": ")[2] in said
 
 
+def test_a_batch_whose_graph_cannot_be_made_is_trained_eagerly_and_counts(emulated_cuda: Emulated):
+    class Refusing(Net):
+        def training_step(self, batch, index):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("not into a graph")
+            x, y = batch
+            return F.cross_entropy(self(x), y)
+
+    bench, other = captured(Refusing), plain(Refusing)
+    together, tasks = CohortTrainer(bench.trainer), members(bench, sizes=(20, 20), epochs=1)
+    for _ in range(3):  # the second meets the error
+        assert_as_alone(other, tasks, together.train(tasks))
+    counted = bench.trainer.capture.counted()
+    assert (counted["batches"], counted["batches_captured"]) == (3, 0)
+    [said] = counted["eager"]
+    assert said.startswith("batches of clients: RuntimeError: not into a graph")
+
+
 def test_what_no_check_of_a_batch_sees_is_caught_by_the_comparison(emulated_cuda: Emulated):
     """A step that moves its features by a number of Python's, which a graph freezes."""
     numbers = itertools.count()

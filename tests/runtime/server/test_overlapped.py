@@ -8,6 +8,7 @@ from raafl.core.types import Arrived, Lost, Sending
 from raafl.runtime.overlap import OverlappedSession
 from raafl.runtime.protocol import Assign
 from raafl.submodel import FlatTensors
+from raafl.submodel.tensor_files import NoRoom
 from raafl.transport import Kind, Message
 from tests.helpers.coordinators import filled
 from tests.helpers.raw_frames import encode
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.timeout(60)
 COUNTS = {"num_samples": 17, "num_steps": 2, "metrics": {}}
 
 
-@pytest.fixture
-def table():
-    made = Table(extensions=[OverlappedSession])
+@pytest.fixture(params=[False, True], ids=["loop", "thread"])
+def table(request):
+    made = Table(extensions=[OverlappedSession], has_thread=request.param)
     made.greet()
     yield made
     made.close()
@@ -128,3 +129,25 @@ def test_an_answer_to_another_task_is_refused(table):
     table.assign(1)
     table.update(2, FlatTensors.empty(table.state.submodels.layout()))
     assert table.event().update.refusal == "unknown-assignment"
+
+
+def test_a_stop_before_the_next_task_ends_the_session_once_the_update_has_come(table):
+    table.assign(1)
+    half = Half(table, 1, 3.0)
+    assert table.event() == Sending(4, 0, 1)
+    table.session.stop("max_updates")
+    assert table.hear().kind is Kind.STOP
+    half.finish()
+    assert isinstance(table.event(), Arrived)
+    table.session.join(WAIT_S)
+    assert not table.session.is_alive() and table.event(0.0) is None
+
+
+def test_a_next_task_for_which_there_is_no_room_ends_the_session(table):
+    table.assign(1)
+    half = Half(table, 1, 3.0)
+    assert table.event() == Sending(4, 0, 1)
+    table.session.fail(NoRoom("no room"))
+    half.finish()
+    assert isinstance(table.event(), Arrived)
+    assert table.event() == Lost(4, "no-space: no room", 0, counts=True)

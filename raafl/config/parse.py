@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -248,7 +247,9 @@ def _lists_copied_once() -> Iterator[None]:
     `adapt_typehints`, which is private, copies the arguments of the call for an entry, and with them the list that it has
     had before and was given. It only reads these.
     """
-    typehints: Any = import_module("jsonargparse._typehints")
+    from jsonargparse import _typehints
+
+    typehints: Any = _typehints
 
     def without_lists(value: Any) -> Any:
         if not isinstance(value, dict) or "orig_val" not in value:

@@ -39,6 +39,12 @@ def used(parsed: Iterable[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
             if ast.unparse(node.value) not in ("torch.ops.aten", "_aten", "aten", "self", "cls"):
                 yield node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and is_named(node.func, "import_module")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield from filter(PRIVATE.fullmatch, str(node.args[0].value).split("."))
         elif isinstance(node, ast.Call) and is_named(node.func, "getattr") and len(node.args) > 1:
             of, name = ast.unparse(node.args[0]), node.args[1]
             if (
@@ -76,7 +82,8 @@ def test_a_use_is_seen_in_each_of_its_forms():
         "import a._b as b",
         "torch._c.d",
         "getattr(logger, '_e', 0)",
+        "import_module('a._f')",
         "self._own",
         "_aten._softmax",
     ]
-    assert set(used(ast.walk(ast.parse("\n".join(lines))))) == {"_C", "_x", "_b", "_c", "_e"}
+    assert set(used(ast.walk(ast.parse("\n".join(lines))))) == {"_C", "_x", "_b", "_c", "_e", "_f"}

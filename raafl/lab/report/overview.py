@@ -70,7 +70,7 @@ def final_metrics(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
     """Return a run's final value of each metric, or that of its last evaluation if the run has not ended; NaN if unknown."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
-    return [_either(known.get(name), _last(run, name)) for name in metrics]
+    return [number(known[name]) if name in known else _last(run, name) for name in metrics]
 
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:

@@ -182,6 +182,13 @@ def test_spread_over_seeds(make):
     assert row["seconds to accuracy=0.5"] == "5 (5 to 5), 1 of 2 runs"
 
 
+def test_a_final_metric_that_is_no_number_is_not_replaced_by_an_earlier_one(make):
+    diverged, going_on = {**SUMMARY, "final": {"accuracy": None}}, {**SUMMARY, "final": {}}
+    runs = [make(name, summary=summary) for name, summary in (("a", diverged), ("b", going_on), ("c", None))]
+    found = [overview.final_metrics(run, ["accuracy"]) for run in runs]
+    assert np.isnan(found[0][0]) and found[1:] == [[0.9], [0.9]]
+
+
 # ---- submodels ----
 
 

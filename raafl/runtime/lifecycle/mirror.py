@@ -20,7 +20,7 @@ from raafl.runtime.lifecycle.signals import Interrupt
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
 
-_LEFT_OUT = "loggers"  # subfolder that is not copied: loggers upload their own files
+_LOGGERS, _RUN_IDS = Path("loggers"), "runs.json"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _SAID_S = 5.0  # seconds of waiting for the store after which a line says so
 _log = logging.getLogger(__name__)
@@ -162,7 +162,9 @@ class Mirror:
         """Yield the files of the run folder, without what is half written, in hidden files and folders."""
         for folder, inside, files in os.walk(self._folder):  # passes over a folder that is renamed meanwhile
             place = Path(folder).relative_to(self._folder)
-            inside[:] = [name for name in inside if not name.startswith(".") and (place / name) != Path(_LEFT_OUT)]
+            inside[:] = [name for name in inside if not name.startswith(".")]
+            if place == _LOGGERS:  # they upload their files; by the ids a resumed run goes on in the same run there
+                inside[:], files = [], [name for name in files if name == _RUN_IDS]
             yield from ((place / name).as_posix() for name in files if not name.startswith("."))
 
     def _put(self, store: ObjectStore, name: str) -> None:

@@ -177,6 +177,7 @@ def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):
         "config.yaml",
         "seals.jsonl",
         "loggers/x/log",
+        "loggers/runs.json",
         ".a.tmp",
         ".model.new-7.tmp/model.safetensors",
     ):
@@ -196,6 +197,9 @@ def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):
     (tmp_path / "config.yaml").write_text("changed")
     assert mirror.finish()
     mirror.close()
+    # by the ids in runs.json a run that is resumed from the copy goes on in the same run of W&B
+    assert sent.index("loggers/runs.json") < sent.index("seals.jsonl")
+    sent.remove("loggers/runs.json")
     first = ["events.jsonl", "config.yaml", "checkpoints/version-000001.ckpt", "seals.jsonl"]
     assert sent == [*first, "config.yaml", "seals.jsonl"]
 

@@ -11,6 +11,7 @@ from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
+from raafl.parts.select import submodels
 from raafl.parts.select.submodels import TABLE_4, Fragments, Full, Ranking, fragment_ratios, fragment_specs
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import FULL, Axis, Member
@@ -96,6 +97,26 @@ def test_a_model_without_axes_is_one_fragment_and_this_is_said():
 def test_k_says_nothing_where_there_is_no_bound():
     with pytest.raises(BadInput, match=r"K is 9.0, but select 'fewest_updates' has no time limit: leave K out"):
         Fragments(TABLE_4[3], "fewest_updates", 9.0)
+    with pytest.raises(BadInput, match=r"K is 0.0"):
+        Fragments(TABLE_4[3], bound_s=0.0)
+
+
+@pytest.mark.parametrize("how", ["gre_raa", "random", "fewest_updates"])
+def test_a_client_gets_the_fragment_of_its_region(how):
+    fleet, select = fleet_of([10.0, 10.0, 10.0]), Fragments(TABLE_4[3], how)
+    for region in (1, 2, 3):
+        fleet.state.counts.update({1: 5, 2: 5, 3: 5} | {region: 4})
+        work = select(fleet.clients[1], fleet)
+        assert work.spec == select.specs(fleet)[work.region - 1]
+        assert how == "random" or work.region == region
+    assert isinstance(select.below(), Full)
+
+
+def test_costs_of_a_bounded_number_of_kinds_of_clients_are_stored(monkeypatch):
+    monkeypatch.setattr(submodels, "MAX_KINDS", 2)
+    fleet, select = fleet_of([8.0, 4.0, 2.0, 1.0]), Fragments(TABLE_4[3], bound_s=1e9)
+    found = [select.allowed(client, fleet) for client in fleet.clients.values()]
+    assert found == [[1, 2, 3]] * 4 and len(fleet.cache["kinds"]) == len(fleet.cache["S"]) == 2
 
 
 def test_the_offline_bound_by_hand():

@@ -11,6 +11,7 @@ import torch
 from raafl.core.state import RUINED, ClientState, OneValue, is_ruined
 from raafl.parts.protect.trial import copied, is_sound, restore
 from raafl.submodel import Layout
+from raafl.submodel.tensor_files import is_in_files
 from tests.helpers.coordinators import line_state
 
 LAYOUT = Layout.pack([("w", (2,), torch.float32), ("n", (1,), torch.int64)])
@@ -83,6 +84,20 @@ def test_an_entry_is_made_once_and_changed_in_place():
     assert clients.everyone("c") == {1: first} and clients.everyone("other") == {}
     clients.forget("c", 1)
     assert clients.find("c", 1) is None
+
+
+def test_entries_that_a_checkpoint_has_brought_to_memory_are_moved_to_files_once(tmp_path):
+    clients = ClientState()
+    assert clients.everyone("c", str(tmp_path)) == {}
+    for client in (1, 2):
+        clients.of("c", client, LAYOUT)["w"].fill_(float(client))
+    moved = dict(clients.everyone("c", str(tmp_path)))
+    assert all(map(is_in_files, moved.values()))
+    assert {client: flat["w"].tolist() for client, flat in moved.items()} == {1: [1.0, 1.0], 2: [2.0, 2.0]}
+    again = clients.everyone("c", str(tmp_path))
+    assert all(again[client] is flat for client, flat in moved.items())
+    assert is_in_files(clients.of("c", 3, LAYOUT, folder=str(tmp_path), fill=1.0))
+    assert not is_in_files(clients.of("d", 3, LAYOUT))
 
 
 def test_recording_copies_an_entry_before_its_first_change_alone():

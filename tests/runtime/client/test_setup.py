@@ -12,18 +12,20 @@ CONFIG = "seed: 0\ndata: {batch_size: 64}\n"
 
 
 @pytest.mark.parametrize(
-    ("own_data", "data_named"),
-    [(False, False), (True, False), (False, True), (True, True)],
+    ("client", "own_data", "data_named"),
+    [(1, False, False), (4, True, False), (4, False, True), (1, True, True)],
 )
 def test_data_that_a_client_names_itself_are_not_compared_whether_it_trains_on_all_or_a_share_of_them(
-    tmp_path, own_data, data_named
+    tmp_path, client, own_data, data_named
 ):
     made = experiment(tmp_path / "run")
-    site = ClientSetup.build(made, CONFIG, 2, own_data=own_data, data_named=data_named)
+    site = ClientSetup.build(made, CONFIG, client, own_data=own_data, data_named=data_named)
     assert (site.sections["data"] == "own") is (own_data or data_named)
     assert "own" not in [digest for name, digest in site.sections.items() if name != "data"]
     # all 1,438 samples for training, or one of four shares of them
-    assert (site.info.num_samples, site.info.own_data) == ((1438, True) if own_data else (360, False))
+    share = {1: 360, 4: 359}[client]
+    assert (site.info.num_samples, site.info.own_data) == ((1438, True) if own_data else (share, False))
+    assert (site.info.id, site.info.profile.name) == (client, f"device-{client}")
 
 
 @pytest.mark.parametrize("client", [0, 5])

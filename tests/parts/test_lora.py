@@ -139,7 +139,7 @@ def test_joint_updates_are_refused():
     from raafl.core.options import Guard
     from raafl.parts.protect.robust import guarded
 
-    with pytest.raises(BadInput, match="each client's own update"):
+    with pytest.raises(BadInput, match="each client's update by itself"):
         guarded(fed_avg(lora="fedex"), Guard(combine="median"))
     clipped = guarded(fed_avg(lora="fedex"), Guard(clip_norm=1e9))
     assert type(replace(clipped.merge).inner).__name__ == "FedEx"

@@ -26,9 +26,9 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
 
 
 def events(*kinds):
-    """Rows by kind, each with its place; a number is of a run that goes on, which keeps so many events."""
+    """Rows by kind, each with its place as its time; a number is of a run that goes on, which keeps so many events."""
     rows = [{"event": "resumed", "kept": kind} if isinstance(kind, int) else {"event": kind} for kind in kinds]
-    return [{**row, "place": place} for place, row in enumerate(rows)]
+    return [{**row, "place": place, "time_s": float(place)} for place, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_damaged_summary_is_none(tmp_path, text):
 
 
 def test_rows_that_are_missing_are_named_unless_nobody_needs_them(tmp_path):
-    gap = [{"event": "joined"}, {"event": "timer"}, {"event": "gap", "rows": 5}, {"event": "stop"}]
+    gap = [*events("joined", "timer"), {"event": "gap", "rows": 5}, *events("stop")]
     with pytest.raises(BadInput, match=r"5 rows are missing after event 2, .* use --until 2"):
         read_run(folder(tmp_path, *gap))
     assert list(read_run(tmp_path, until=2)[0]) == gap

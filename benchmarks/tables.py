@@ -24,10 +24,11 @@ import yaml
 
 from benchmarks.common import machine_of, paper_file
 from benchmarks.unequal_picture import RESULT, beside_grid
+from raafl.config.targets import exact
 from raafl.lab.compare.comparison import read
 from raafl.lab.compare.grid_result import anew, load_grid, overall
 from raafl.lab.compare.report import Cells, cells, p_value, quoted, short, time_cell, warnings
-from raafl.lab.compare.results import target_name, with_holm
+from raafl.lab.compare.results import with_holm
 from raafl.lab.compare.runs import machine_name
 from raafl.rules import CURRENT, recorded_revision
 
@@ -141,7 +142,7 @@ def task_of(result: dict[str, Any], task: str) -> str:
         result = beside_grid(result)
     cells = {cell["fleet"]: cell for cell in result["cells"] if cell["task"] == task}
     rows = {(fleet, row["row"]): row for fleet, cell in cells.items() for row in cell["rows"]}
-    target = target_name(result["tasks"][task]["targets"][0])
+    target = exact(result["tasks"][task]["targets"][0])
     table = [["s to " + target, *cells]]
     for label in result["methods"]:
         found = [rows.get((fleet, label)) for fleet in cells]

@@ -40,6 +40,11 @@ _OF_A_METRIC = ("drop", "gap", "diff", "std", "var", "variance")
 """Last words of names of a property of a metric, for which another direction may be better than for the metric."""
 
 
+def exact(value: float) -> str:
+    """Format a number briefly, but with all digits that it has."""
+    return short if float(short := f"{value:g}") == value else repr(value)
+
+
 def direction(metric: str) -> Direction | None:
     """Tell by the words of a metric's name whether lower or higher values are better; None if the name does not say it.
 
@@ -135,8 +140,7 @@ class Target:
 
         `parse` reads the same target from it.
         """
-        sign, short = {None: "=", "min": "<=", "max": ">="}[self.mode], f"{self.value:g}"
-        return f"{self.metric}{sign}{short if float(short) == self.value else repr(self.value)}"
+        return self.metric + {None: "=", "min": "<=", "max": ">="}[self.mode] + exact(self.value)
 
 
 @dataclass(frozen=True, slots=True)

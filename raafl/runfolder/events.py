@@ -15,6 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from raafl.core.types import BREAKS
 from raafl.errors import BadInput
 from raafl.runfolder.schema import CLIENTS, CONFIG, EVENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary
 from raafl.sanitize import sanitize_text, sanitize_tree
@@ -366,8 +367,7 @@ class RunTail(Generic[R]):
             later = (self.path / JOURNAL).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
         except OSError:
             return False
-        may_go_on = str(found.get("finished")).startswith(("interrupted", "failed"))
-        if may_go_on and later and self._resumed:
+        if str(found.get("finished")).startswith(BREAKS) and later and self._resumed:
             return False
         self.state.ended(found)
         self.begun = self._has_ended = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from raafl.config.experiment import Experiment
 from raafl.config.options import seconds
 from raafl.core.hooks import HookList, RunHooks
-from raafl.core.types import Assignment, Update, Warn
+from raafl.core.types import BREAKS, Assignment, Update, Warn
 from raafl.data.federated import Sized
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
@@ -234,7 +234,7 @@ class Run:
             time_s=time_s,
             reason=reason,
         )
-        if not reason.startswith(("interrupted", "failed")):
+        if not reason.startswith(BREAKS):
             summary["final"] |= self._final_metrics()
         summary.update(cast(Summary, {name: told for name, told in (trained or {}).items() if told}))
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.admission.clipped.items())}

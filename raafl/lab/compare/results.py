@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from raafl.config.targets import exact
 from raafl.devices import Device, assign
 from raafl.devices.catalog import watts
 from raafl.devices.files import load_devices
@@ -69,7 +70,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
             "of which `smooth` takes the mean",
         }
     values = [value for _, value in curve if math.isfinite(value)]
-    times = {target_name(target): time_to(smooth, target, comparison.maximize) for target in comparison.targets}
+    times = {exact(target): time_to(smooth, target, comparison.maximize) for target in comparison.targets}
     sent = _megabytes_at(outcome.folder)
     known |= {
         "finished": summary["finished"],
@@ -149,7 +150,7 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
     done = [run for run in runs if "error" not in run]
     figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
     metrics = sorted({name for run in done for name in run["metrics"]})
-    targets = [target_name(target) for target in comparison.targets]
+    targets = [exact(target) for target in comparison.targets]
     return {
         "row": label,
         "seeds": [run["seed"] for run in done],
@@ -161,12 +162,6 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
             target: censored_median([run.get("megabytes_to", {}).get(target) for run in runs]) for target in targets
         },
     }
-
-
-def target_name(target: float) -> str:
-    """Format a target as a key of ``time_to``: short, but with all digits that it has."""
-    short = f"{target:g}"
-    return short if float(short) == target else repr(target)
 
 
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:

@@ -279,9 +279,10 @@ class Runner:
             return self._start(run)
 
         def wait_on(num: int) -> None:
-            for run in begun_s.keys() - found.keys():
+            busy = {run: begin for run, begin in begun_s.items() if run not in found}
+            for run in busy:
                 _check_metric(metric, run, run.folder(self._root, code_digest()), ended=False)
-            self._tell_sometimes(num, {run: begun_s[run] for run in begun_s.keys() - found.keys()})
+            self._tell_sometimes(num, busy)
 
         with contextlib.closing(in_processes(queue, self._jobs, start_run, wait_on)) as processes:
             for run, process, left in processes:

@@ -324,7 +324,7 @@ def _form_of(leaf: object, stack: Tensor | None) -> Hashable:
 
 
 def identity(leaf: object) -> Hashable:
-    """Return what two leaves that are no tensors have in common only if they are equal in all digits.
+    """Return a key that two leaves which are no tensors share only if they are equal in all digits.
 
     The `repr` of a NumPy array, or of an object with one, leaves out digits, and most entries of a long one.
     """

@@ -21,7 +21,7 @@ from raafl.atomic_file import remove_leftovers
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
-from raafl.core.types import ENDS, Limits
+from raafl.core.types import BREAKS, ENDS, Limits
 from raafl.errors import BadInput, RunFailed
 from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
@@ -107,7 +107,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
 def has_ended(folder: Path) -> bool:
     """Check whether a run whose last checkpoint is its end has also made its last evaluation and its summary."""
     summary = read_summary(folder)
-    return summary is not None and not str(summary.get("finished")).startswith(("interrupted", "failed"))
+    return summary is not None and not str(summary.get("finished")).startswith(BREAKS)
 
 
 @contextmanager

@@ -38,6 +38,14 @@ class Half:
         self._socket.sendall(self._rest)
 
 
+def half_sent(table):
+    """Give the client its first task, and let it send half of the update, which the server says."""
+    table.assign(1)
+    half = Half(table, 1, 3.0)
+    assert table.event() == Sending(4, 0, 1)
+    return half
+
+
 def test_the_next_task_is_received_while_the_update_is_half_sent(table):
     assert Assign.from_meta(table.assign(1).meta).ahead
     first = Half(table, 1, 3.0)
@@ -91,9 +99,7 @@ def test_a_client_without_a_next_task_gets_one_later(table):
 
 
 def test_a_client_that_dies_with_two_tasks_is_lost_once(table):
-    table.assign(1)
-    Half(table, 1, 3.0)
-    assert table.event() == Sending(4, 0, 1)
+    half_sent(table)
     table.assign(2)
     table.pair.close()
     lost = table.event()
@@ -104,9 +110,7 @@ def test_a_client_that_dies_with_two_tasks_is_lost_once(table):
 
 def test_a_client_that_dies_before_it_has_received_its_next_task_is_lost_once(table):
     """The thread that sends finds the connection broken, or never begins."""
-    table.assign(1)
-    Half(table, 1, 3.0)
-    assert table.event() == Sending(4, 0, 1)
+    half_sent(table)
     table.pair.close()
     table.session.assign(task(2), table.state.values.clone())
     assert isinstance(table.event(), Lost)
@@ -115,9 +119,7 @@ def test_a_client_that_dies_before_it_has_received_its_next_task_is_lost_once(ta
 
 
 def test_a_stop_with_two_tasks_in_flight_is_told_at_once(table):
-    table.assign(1)
-    half = Half(table, 1, 3.0)
-    assert table.event() == Sending(4, 0, 1)
+    half = half_sent(table)
     table.assign(2)
     table.session.stop("max_updates")
     assert table.hear().kind is Kind.STOP
@@ -132,9 +134,7 @@ def test_an_answer_to_another_task_is_refused(table):
 
 
 def test_a_stop_before_the_next_task_ends_the_session_once_the_update_has_come(table):
-    table.assign(1)
-    half = Half(table, 1, 3.0)
-    assert table.event() == Sending(4, 0, 1)
+    half = half_sent(table)
     table.session.stop("max_updates")
     assert table.hear().kind is Kind.STOP
     half.finish()
@@ -144,9 +144,7 @@ def test_a_stop_before_the_next_task_ends_the_session_once_the_update_has_come(t
 
 
 def test_a_next_task_for_which_there_is_no_room_ends_the_session(table):
-    table.assign(1)
-    half = Half(table, 1, 3.0)
-    assert table.event() == Sending(4, 0, 1)
+    half = half_sent(table)
     table.session.fail(NoRoom("no room"))
     half.finish()
     assert isinstance(table.event(), Arrived)

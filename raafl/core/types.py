@@ -446,9 +446,6 @@ EPSILON = "epsilon"
 ENDS = ("max_updates", "max_time", "target", EPSILON)
 """Reasons with which a run is finished; a run that ended for another reason can be resumed."""
 
-BREAKS = ("interrupted", "failed")
-"""How the reasons begin for which a run ended that can be resumed, as its summary has them."""
-
 RESTART = "restart"
 """Reason of a loss: the server was started again."""
 

@@ -15,9 +15,19 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from raafl.core.types import BREAKS
 from raafl.errors import BadInput
-from raafl.runfolder.schema import CLIENTS, CONFIG, EVENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary
+from raafl.runfolder.schema import (
+    BREAKS,
+    CLIENTS,
+    CONFIG,
+    EVENTS,
+    GROWING,
+    JOURNAL,
+    METRICS,
+    SUMMARY,
+    JournalRow,
+    Summary,
+)
 from raafl.sanitize import sanitize_text, sanitize_tree
 
 

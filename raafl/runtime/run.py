@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 from raafl.config.experiment import Experiment
 from raafl.config.options import seconds
 from raafl.core.hooks import HookList, RunHooks
-from raafl.core.types import BREAKS, Assignment, Update, Warn
+from raafl.core.types import Assignment, Update, Warn
 from raafl.data.federated import Sized
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CONFIG, JOURNAL, JournalRow, Summary
+from raafl.runfolder.schema import BREAKS, CONFIG, JOURNAL, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle.checkpointer import AsItIs, Checkpointer, SavedForm, check_space
 from raafl.runtime.lifecycle.environment import conditions

@@ -21,7 +21,7 @@ from raafl.atomic_file import remove_leftovers
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
-from raafl.core.types import BREAKS, ENDS, Limits
+from raafl.core.types import ENDS, Limits
 from raafl.errors import BadInput, RunFailed
 from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
@@ -32,6 +32,7 @@ from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
+    BREAKS,
     CHECKPOINTS,
     CLIENT_COLUMNS,
     CLIENTS,

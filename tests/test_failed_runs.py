@@ -16,11 +16,12 @@ from model_zoo import MLP
 from raafl.commands.cli import main
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Training
+from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.log import in_notebook
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder.books import check_books
-from raafl.runtime.run import simulate
+from raafl.runtime.run import Run, simulate
 from tests.helpers.small_runs import Finished, digits, equal_replay, experiment, finish, small_mlp, unequal
 
 TRAIN = Training(num_epochs=1, num_steps=None)
@@ -216,3 +217,38 @@ def test_a_run_whose_last_evaluation_failed_makes_it_when_it_is_resumed_and_then
     assert not check_books(resumed.folder).findings and equal_replay(experiment(None, **made), resumed)
     with pytest.raises(BadInput, match="whose run is finished"):
         simulate(experiment(None, **made, resume=str(resumed.folder)))
+
+
+class Stops(RunHooks):
+    """Observer that stops a run once its model has version 4."""
+
+    version = 0
+
+    def on_merged(self, version, now, seconds):
+        self.version = version
+
+    def stop_asked(self):
+        return "stopped: enough" if self.version == 4 else None
+
+
+class Killed(Exception):
+    """Stands for the death of a process after the last checkpoint of its run, and before the summary."""
+
+
+def killed(run, *_):
+    run.saver.wait()
+    raise Killed
+
+
+def test_a_stopped_run_that_was_resumed_and_killed_at_its_end_is_resumed_once_more(tmp_path, monkeypatch):
+    made = {"algorithm": "fed_async", "checkpoint_every": 1}
+    stopped = Finished(*simulate(experiment(tmp_path / "run", **made), observer=Stops()))
+    assert stopped.summary["finished"] == "stopped: enough"
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", killed)
+        with pytest.raises(Killed):
+            simulate(experiment(None, **made, resume=str(stopped.folder)))
+    assert checkpoint_reader.load(stopped.folder).raafl["finished"] == "max_updates"
+    resumed = Finished(*simulate(experiment(None, **made, resume=str(stopped.folder))))
+    assert resumed.summary["finished"] == "max_updates"
+    assert resumed.digest == finish(experiment(tmp_path / "whole", **made)).digest

@@ -16,8 +16,8 @@ from types import UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from raafl.errors import BadInput
+from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import (
-    BREAKS,
     CLIENTS,
     CONFIG,
     EVENTS,
@@ -367,7 +367,7 @@ class RunTail(Generic[R]):
             self.num_damaged += 1
 
     def _take_summary(self) -> bool:
-        """Read the summary, unless it is of an interruption or failure after which the run was resumed."""
+        """Read the summary, unless the run was resumed since, which it can be without having reached its end."""
         if self._has_ended:
             return False
         try:
@@ -377,7 +377,7 @@ class RunTail(Generic[R]):
             later = (self.path / JOURNAL).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
         except OSError:
             return False
-        if str(found.get("finished")).startswith(BREAKS) and later and self._resumed:
+        if str(found.get("finished")) not in REASONS and later and self._resumed:
             return False
         self.state.ended(found)
         self.begun = self._has_ended = True

@@ -16,7 +16,7 @@ REASONS = {
     "target": "target reached",
     "epsilon": "privacy.max_epsilon reached",
 }
-"""Sentences for the codes with which runs end; any other reason is a sentence already."""
+"""Sentences for the codes with which runs reach their end; any other reason is a sentence already."""
 
 
 def summary_lines(summary: Summary, folder: Path) -> list[str]:

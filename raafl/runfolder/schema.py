@@ -27,7 +27,7 @@ SAMPLE_IMAGES: Final = "samples"
 """Folder of small pictures of the test samples in samples.csv: 0.png, 1.png and so on."""
 SAMPLE_COLUMNS: Final = ("version", "kind", "input", "output", "expected", "probability")
 BREAKS: Final = ("interrupted", "failed")
-"""How a summary's `finished` begins where a run ended that can be resumed."""
+"""How a summary's `finished` begins where a run was broken off; `raafl.core.types.ENDS` are those that cannot be resumed."""
 GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 """The files that grow by rows."""
 

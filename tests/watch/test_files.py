@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 # ---- files ----
 
 
-@pytest.mark.parametrize("finished", ["interrupted", "failed: every client was lost"])
+@pytest.mark.parametrize("finished", ["interrupted", "failed: every client was lost", "stopped: enough"])
 def test_the_summary_of_a_run_that_has_been_resumed_since_does_not_end_the_view(tmp_path, finished):
     with RunFolder(tmp_path / "run", "") as run:
         run.event(run_row("simulated"))

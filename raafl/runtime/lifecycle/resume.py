@@ -32,7 +32,6 @@ from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
-    BREAKS,
     CHECKPOINTS,
     CLIENT_COLUMNS,
     CLIENTS,
@@ -106,9 +105,12 @@ def load(folder: Path, runtime: str) -> SavedRun:
 
 
 def has_ended(folder: Path) -> bool:
-    """Check whether a run whose last checkpoint is its end has also made its last evaluation and its summary."""
+    """Check whether a run whose last checkpoint is its end has also made its last evaluation and its summary.
+
+    A summary from before the run was resumed has another reason, such as that it was stopped.
+    """
     summary = read_summary(folder)
-    return summary is not None and not str(summary.get("finished")).startswith(BREAKS)
+    return summary is not None and summary.get("finished") in ENDS
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from raafl.core.types import Settled
 from raafl.runfolder.reading import sample_images, sample_rows
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
+    BREAKS,
     CLIENT,
     KINDS,
     LOST,
@@ -118,7 +119,7 @@ class Loggers(RunHooks):
         """Log summary, tables and final model; wait a limited time for the loggers, and add their outcome to the summary."""
         folder, reason = self._run.folder, summary["finished"]
         tables, typed = Tables(folder), cast(Summary, summary)
-        status = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
+        status = next((word for word in BREAKS if reason.startswith(word)), "success")
         for worker in self._workers:
             with_model = worker.spec.init_args.get("log_model") is not False
             worker.put(partial(finish, folder=folder, summary=typed, tables=tables, with_model=with_model))

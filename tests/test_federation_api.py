@@ -411,7 +411,7 @@ test_a_setting_that_is_none_is_named = refuses(
     ),
     (
         {"callbacks": Misnamed()},
-        "callbacks: Misnamed has the method on_evaluation, which is never called: did you mean 'on_ev",
+        "callbacks: Misnamed has the method on_evaluation, which raafl never calls: did you mean 'on_ev",
     ),
     ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
     ({"guard": 3}, "guard is 3: give its fields as a dict"),

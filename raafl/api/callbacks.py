@@ -111,7 +111,8 @@ def _check_names(callback: Callback) -> None:
         if is_unknown and not any(hasattr(base, name) for base in others):
             kind = type(callback).__name__
             raise BadInput(
-                f"callbacks: {kind} has the method {name}, which is never called: {nearest(name, OCCASIONS)}"
+                f"callbacks: {kind} has the method {name}, which raafl never calls: {nearest(name, OCCASIONS)}; name one that "
+                "only your own code calls without on_"
             )
 
 

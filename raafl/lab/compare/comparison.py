@@ -431,7 +431,7 @@ def _search(raw: object) -> Search:
 Options = tuple[str, ...]
 """Options of `raafl simulate`, as words of a command line."""
 
-_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 _PLAIN: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -479,7 +479,10 @@ def with_direction(given: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def _number_of(value: Any) -> Any:
-    """Return the number in a text such as 1e-4, which YAML 1.1 reads as text since it has no dot; other values as they are."""
+    """Return the number in a text such as 1e-4 or 1.5e3, which YAML 1.1 reads as text; other values as they are.
+
+    It wants a dot, and a sign in the exponent.
+    """
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.core.hooks import RunHooks
 from raafl.errors import one_line
-from raafl.runfolder.schema import MODEL
+from raafl.runfolder.schema import BREAKS, MODEL
 
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
@@ -38,7 +38,7 @@ def push_model(repository: str, run_folder: Path, finished: str, warn: Callable[
     Returns:
         Entry for the run's summary: ``repo``, ``url`` of the commit, and ``error``; None if nothing was to be uploaded.
     """
-    if finished.startswith(("failed", "interrupted")):
+    if finished.startswith(BREAKS):
         return None
     folder, url, why = run_folder / MODEL, None, None
     try:

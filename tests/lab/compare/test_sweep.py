@@ -148,16 +148,16 @@ def test_an_agent_of_wandb_starts_the_runs(tmp_path, capsys):
     assert ids == {"chosen0", "chosen1"}
 
 
-def test_numbers_without_a_dot_are_numbers():
-    """YAML 1.1 reads 1e-4 as text."""
-    text = "{config: quickstart, trials: 2, target: 9e-1, fields: {model.lr: {low: 1e-4, high: 1e-1, log: true}, x: [1e-3]}}"
+def test_numbers_with_an_exponent_are_numbers():
+    """YAML 1.1 reads 1e-4 and 1.5e3 as text."""
+    text = "{config: quickstart, trials: 2, target: 9e-1, fields: {model.lr: {low: 1e-4, high: 1.5e3, log: true}, x: [1e-3]}}"
     found = read_sweep(yaml.safe_load(text))
     assert found.target == 0.9 and found.comparison().search.grid["--x"] == ["1e-3"]
-    assert Range.of("--model.lr", found.fields["model.lr"]) == Range(1e-4, 0.1, log=True)
+    assert Range.of("--model.lr", found.fields["model.lr"]) == Range(1e-4, 1500.0, log=True)
     compared = of_fields(
-        yaml.safe_load("{config: quickstart, rows: {1e-3: ''}, seeds: [0], targets: [9e-1]}"), "n", "n"
+        yaml.safe_load("{config: quickstart, rows: {1e-3: ''}, seeds: [0], targets: [9e-1, .95e0]}"), "n", "n"
     )
-    assert (compared.targets, list(compared.rows)) == ((0.9,), ["1e-3"])
+    assert (compared.targets, list(compared.rows)) == ((0.9, 0.95), ["1e-3"])
 
 
 class Runs:

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -321,6 +322,27 @@ def test_a_run_goes_on_only_with_the_settings_it_had(tmp_path):
         federation(seed=1, num_steps=4).simulate(small_mlp, digits(), resume=tmp_path / "run")
     with pytest.raises(BadInput, match="is not a run folder"):
         federation().simulate(small_mlp, digits(), resume=tmp_path / "nothing")
+
+
+def test_a_run_goes_on_only_with_the_arrays_it_had_and_takes_numbers_of_numpy(tmp_path):
+    """Of an array of 2,000 entries NumPy prints the first and last three; YAML knows no number of NumPy."""
+
+    class Weighted(Steps):
+        def __init__(self, weights, rate):
+            super().__init__()
+            self.save_hyperparameters()
+
+    def made(last):
+        torch.manual_seed(0)
+        weights = np.ones(2000)
+        weights[1000] = last
+        return Weighted(weights, np.float64(0.1))
+
+    federation(tmp_path / "run").simulate(made(1.0), digits())
+    with pytest.raises(BadInput, match=r"resume: model not as in"):
+        federation(max_updates=12).simulate(made(1.5), digits(), resume=tmp_path / "run")
+    with pytest.raises(BadInput, match="whose run is finished"):  # what is checked after the settings
+        federation(max_updates=12).simulate(made(1.0), digits(), resume=tmp_path / "run")
 
 
 def test_a_run_goes_on_only_with_the_weights_it_began_with_and_says_how_to_have_them(tmp_path):

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
 
+import numpy as np
 import yaml
+from torch import Tensor
 
 from raafl.algorithms import ALGORITHMS, AUTO
 from raafl.api.modules import ModuleSpec, check_types, qualified_name
@@ -24,6 +26,7 @@ from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file, num_devices
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput, briefly, one_of
+from raafl.exact_key import digest_of
 from raafl.rules import recorded_revision
 
 _FLAT = {
@@ -287,7 +290,12 @@ def _partition(partition: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to plain data for YAML; an object becomes the name of its class."""
+    """Convert a value to plain data for YAML; an array or tensor becomes its digest, another object the name of its class."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray | Tensor):
+        found = digest_of(value.cpu() if isinstance(value, Tensor) else value)
+        return qualified_name(value) if found is None else f"{qualified_name(value)} {tuple(value.shape)} {found[:16]}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, get_args
@@ -15,6 +14,7 @@ from raafl.core.payload import Payload, Way
 from raafl.core.task import Task
 from raafl.core.types import Assignment
 from raafl.errors import USER_ERRORS
+from raafl.exact_key import exact_key
 from raafl.submodel.cost import Cost
 from raafl.submodel.cost.predicted import MethodSteps
 from raafl.submodel.flat import FlatTensors, Layout
@@ -51,8 +51,8 @@ def followed_cost(
     local: Stepwise, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any], estimate: Cost
 ) -> Cost:
     """Predict the cost of a task from the steps of its own hook."""
-    depends = local.cost_depends_on(extra)
-    key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
+    depends = dict(sorted(local.cost_depends_on(extra).items()))
+    key = exact_key(local), exact_key(depends)
     at, method = submodels.normal(spec).leading, OwnSteps(local, submodels, extra)
     try:
         cost = submodels.cached(

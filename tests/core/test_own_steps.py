@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,58 @@ def test_a_hook_of_one_s_own_is_followed_or_else_its_formula_counts():
     assert Steps(Twice).cost(submodels, FULL, 2, {}).flops_per_sample == 2 * plain.flops_per_sample
     assert Steps(Asks).cost(submodels, FULL, 2, {}).flops_per_sample == plain.flops_per_sample
     assert Steps(Fails).cost(submodels, FULL, 2, {}).guessed == "by a formula"
+
+
+@dataclass(frozen=True)
+class Weighted(Steps):
+    """Has as many losses as weights above 0, which of a long array its text does not show."""
+
+    weights: object = None
+
+    def hook(self, task):
+        weights = self.weights.tolist()
+
+        class Repeats(Hook):
+            def loss(self, batch, index):
+                return sum(super(Repeats, self).loss(batch, index) for one in weights if one > 0)
+
+        return Repeats(task)
+
+
+class Numbered(Steps):
+    """Has a number of losses that is no field of it, so that its text does not show it."""
+
+    def __init__(self, number):
+        super().__init__()
+        object.__setattr__(self, "number", number)
+
+    def hook(self, task):
+        return (Hook, Twice)[self.number - 1](task)
+
+
+def weighted(number):
+    weights = np.zeros(2000)
+    weights[1000 : 1000 + number] = 1.0
+    return Weighted(weights=weights)
+
+
+@pytest.mark.parametrize("make", [weighted, Numbered])
+def test_methods_whose_texts_are_equal_are_predicted_each_by_its_own_steps(make):
+    once, twice, submodels = make(1), make(2), Submodels(Line(16), EXAMPLE)
+    assert repr(once) == repr(twice)
+    flops = [local.cost(submodels, FULL, 2, {}).flops_per_sample for local in (once, twice)]
+    assert flops[1] == 2 * flops[0] == 2 * submodels.cost(FULL, 2).flops_per_sample
+
+
+def test_settings_of_a_task_whose_texts_are_equal_are_predicted_apart():
+    class Asked(Steps):
+        def hook(self, task):
+            return (Hook, Twice)[int(task.assignment.extra["weights"][1000])](task)
+
+    submodels, none, one = Submodels(Line(16), EXAMPLE), np.zeros(2000), np.zeros(2000)
+    one[1000] = 1.0
+    flops = [Asked().cost(submodels, FULL, 2, {"weights": each}).flops_per_sample for each in (none, one)]
+    assert flops[1] == 2 * flops[0]
 
 
 def test_the_random_numbers_of_a_run_do_not_see_a_prediction():

@@ -25,6 +25,7 @@ ORDER = (
         "_version",
         "atomic_file",
         "errors",
+        "exact_key",
         "lean_import",
         "log",
         "module_hooks",

@@ -14,7 +14,7 @@ from raafl.core.algorithm import Local, SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.lab.plan.plan import SubmodelRow, gpu_steps
 from raafl.local.captured import Capture
-from raafl.local.captured.graphs import CapturedSteps
+from raafl.local.captured.graphs import CapturedSteps, form_of, options_of
 from raafl.local.train import TaskSteps
 from raafl.submodel import Spec
 from tests.helpers.emulated_cuda import Emulated, OnDevice
@@ -329,6 +329,16 @@ def test_an_option_that_changes_from_step_to_step_has_graphs_of_its_own_until_it
 
     counted, equal = both(Cycled, [assignment(epochs=12)])
     assert equal and "change too often" in counted["eager"][0]
+
+
+def test_options_and_plain_values_that_print_alike_or_compare_equal_have_graphs_of_their_own():
+    """A tensor prints four digits, and 0.0 equals -0.0, but 1 / 0.0 does not equal 1 / -0.0."""
+    decays = [torch.tensor(0.9), torch.tensor(0.90001), torch.tensor(0.9)]
+    weight = torch.nn.Parameter(torch.zeros(2))
+    one, other, again = (options_of(torch.optim.SGD([weight], lr=0.1, weight_decay=decay)) for decay in decays)
+    assert one == again != other and hash(one) == hash(again)
+    assert form_of({"scale": 0.0}) != form_of({"scale": -0.0})
+    assert form_of({"scale": float("nan")}) == form_of({"scale": float("nan")})
 
 
 def test_graphs_are_bounded_and_each_submodel_has_its_own(emulated_cuda: Emulated, monkeypatch):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.core.algorithm import Algorithm, Merge, SelectContext, Trigger
+from raafl.core.algorithm import Algorithm, Local, Merge, SelectContext, Trigger
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Payload
 from raafl.core.state import GlobalState
@@ -20,6 +20,7 @@ from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.data.federated import FederatedData
 from raafl.devices.profiles import Profile
 from raafl.errors import USER_ERRORS, BadInput, format_error, one_line
+from raafl.exact_key import exact_key
 from raafl.local.context import ALONE, TaskContext
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
@@ -70,13 +71,12 @@ class World:
         self.data: FederatedData = load_data(experiment)
         self.clients: list[ClientInfo] = client_infos(experiment, self.data)
         self.batch_size = batch_size_of(experiment, self.data)
-        self._submodels: dict[str, Submodels] = {}
+        self._submodels: dict[Hashable, Submodels] = {}
 
     def submodels(self, algorithm: Algorithm) -> Submodels:
         """Return the submodels of the model, without parameter values, after ``algorithm`` has prepared it for training."""
-        prepared = type(algorithm.local).prepare
-        key = "plain" if prepared.__qualname__ == "Local.prepare" else repr(algorithm.local)
-        key += " whole" if type(algorithm.select) is Full else ""
+        is_plain = type(algorithm.local).prepare is Local.prepare
+        key = None if is_plain else exact_key(algorithm.local), type(algorithm.select) is Full
         if key not in self._submodels:
             experiment = replace(self.experiment, algorithm=algorithm)
             with skeleton():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raafl.exact_key import exact_key
 from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built, problems_of_optimizer
 from raafl.local.record import attach_log, reduction_of, widened
 from raafl.local.train import LocalTrainer, PreparedTask, TaskSteps
@@ -396,13 +397,15 @@ def form_of(item: object) -> Hashable:
         return type(item), tuple(form_of(value) for value in item)  # type: ignore[attr-defined]
     if type(item) not in _PLAIN:
         raise NotCapturable(f"a batch holds an object of {type(item).__name__}")
-    return type(item), item
+    return exact_key(item)
 
 
 def options_of(optimizer: Optimizer) -> Hashable:
     """Return the options of an optimizer's parameter groups that a graph fixes: all but the learning rates."""
-    fixed = [[(k, v) for k, v in group.items() if k not in _NOT_FIXED] for group in optimizer.param_groups]
-    return repr(fixed)
+    return tuple(
+        tuple((name, exact_key(value)) for name, value in group.items() if name not in _NOT_FIXED)
+        for group in optimizer.param_groups
+    )
 
 
 _NOT_FIXED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 
 from raafl.data.federated import ClientData
 from raafl.data.loaders import Fetch
+from raafl.exact_key import exact_key
 from raafl.local.stacked.stacks import (
     CACHE_LINE_BYTES,
     CPU,
@@ -29,7 +30,6 @@ from raafl.local.stacked.stacks import (
     Unstackable,
     by_slices,
     embedding,
-    identity,
     linear,
     outside,
     product,
@@ -516,7 +516,7 @@ def _one_by_one(fetches: Sequence[Fetch], rows: Sequence[Rows], counts: Sequence
                     f"a batch has tensors inside a {type(strange[0]).__name__}: return tuples, lists or dicts of tensors to "
                     "train clients as one batch"
                 )
-            alike = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else identity(one) for one in leaves)
+            alike = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else exact_key(one) for one in leaves)
             kind = len(numbers), form, alike
             forms[kind] = form
             kinds.append(kind)

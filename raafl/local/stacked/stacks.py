@@ -9,12 +9,10 @@ up to a multiple of 16 bytes. A slice has the alignment of a client's own tensor
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch._C._functorch as functorch
 from torch import Tensor
@@ -22,6 +20,8 @@ from torch._functorch.predispatch import lazy_load_decompositions
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from raafl.exact_key import exact_key
 
 _ALIGN_BYTES = 16
 CPU = torch.device("cpu")
@@ -318,21 +318,9 @@ def together_is_equal(known: Known, function: Callable[..., Any], args: Any, kwa
 def _form_of(leaf: object, stack: Tensor | None) -> Hashable:
     tensor = leaf if stack is None else stack
     if not isinstance(tensor, Tensor):
-        return identity(leaf)
+        return exact_key(leaf)
     place = tensor.data_ptr() % CACHE_LINE_BYTES
     return stack is None, tensor.dtype, tensor.shape, tensor.stride(), place, tensor.requires_grad, tensor.device
-
-
-def identity(leaf: object) -> Hashable:
-    """Return a key that two leaves which are no tensors share only if they are equal in all digits.
-
-    The `repr` of a NumPy array, or of an object with one, leaves out digits, and most entries of a long one.
-    """
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-        return leaf.dtype.str, leaf.shape, hashlib.sha256(leaf.tobytes()).digest()
-    if isinstance(leaf, np.generic) or type(leaf).__module__.partition(".")[0] in ("builtins", "torch"):
-        return repr(leaf)
-    return repr(leaf), id(leaf)
 
 
 def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | None], form: Any, num: int) -> bool:

@@ -3,8 +3,9 @@
 import json
 import math
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule
@@ -16,7 +17,7 @@ from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
 from raafl.algorithms.q_vit import Quantised
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
-from raafl.core.algorithm import SelectContext, Training
+from raafl.core.algorithm import Local, SelectContext, Training
 from raafl.core.types import ClientInfo, Warn
 from raafl.devices import Profile
 from raafl.devices.files import load_devices
@@ -317,6 +318,27 @@ def test_a_model_without_axes_has_no_fragments():
 
 
 # ---- the command ----
+
+
+def test_methods_that_prepare_the_model_and_print_alike_have_submodels_of_their_own():
+    @dataclass(frozen=True)
+    class Widened(Local):
+        """Adds a layer as wide as an array's sum, of which its text does not show the middle."""
+
+        widths: object = None
+
+        def prepare(self, module):
+            module.more = nn.Linear(1, int(self.widths.sum()))
+            return module
+
+    usual, two = load_experiment(*SMALL[1:]), np.zeros(2000)
+    two[1000] = 2.0
+    methods = [replace(usual.algorithm, local=Widened(widths=widths)) for widths in (two, 2 * two, two.copy())]
+    assert len({repr(one.local) for one in methods}) == 1
+    world = World(usual)
+    found = [world.submodels(method) for method in methods]
+    assert [one.parameters["more.weight"] for one in found] == [2, 4, 2]
+    assert found[0] is found[2]
 
 
 def test_why_clients_are_trained_one_after_the_other():

@@ -78,8 +78,8 @@ class Samples:
 
     Attributes:
         prompts: texts that a language model continues, always with the most probable token.
-        predictions: number of test samples whose predicted classes are recorded, the first ones.
-        images: number of test images whose predicted classes are recorded, the first ones, each with a small picture of it.
+        predictions: number of test samples whose predicted classes are recorded, the first ones; at most 1000.
+        images: number of test images whose predicted classes are recorded, the first ones, each with a small picture; at most 64.
         every: record at each so-many-th evaluation, beside the run's first model.
         max_new_tokens: most tokens written after a prompt.
     """

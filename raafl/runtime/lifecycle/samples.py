@@ -28,6 +28,11 @@ from raafl.runtime.lifecycle.export import tokenizer_of
 from raafl.submodel import FlatTensors
 from raafl.submodel.cut.layers import copy_structure
 
+MOST_PREDICTIONS = 1000
+"""Largest number of test samples of an evaluation: they are one batch, and a row of about 40 bytes each.
+
+A report reads five evaluations of so many whole at either end of a run, and shows the first 100 of the first and last.
+"""
 _MAX_SIDE = 64
 """Largest height and width of a recorded picture, in pixels."""
 
@@ -51,11 +56,12 @@ class SampleRecorder(RunHooks):
                     f"samples.prompts is given, but {type(data).__name__} has no `tokenizer` of transformers: leave it out"
                 )
             writer_of(run.parts.module)
+        for name, most in (("predictions", MOST_PREDICTIONS), ("images", MOST_IMAGES)):
+            if (num := getattr(self._options, name)) > most:
+                raise BadInput(f"samples.{name} is {num}: give at most {most}")
         if self._options.num_predictions:
             inputs, _ = pair_of(run.parts.data, self._options.num_predictions)
             if self._options.images:
-                if self._options.images > MOST_IMAGES:
-                    raise BadInput(f"samples.images is {self._options.images}: give at most {MOST_IMAGES}")
                 pixels_of(inputs)
 
     def opened(self) -> None:

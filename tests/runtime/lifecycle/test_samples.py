@@ -113,9 +113,12 @@ def test_prompts_need_a_tokenizer(tmp_path):
     assert json.dumps(Samples().prompts) == "[]"
 
 
-def test_no_more_pictures_are_written_than_are_shown(tmp_path):
-    with pytest.raises(BadInput, match=r"samples\.images is 65: give at most 64"):
-        run(tmp_path / "run", images=65)
+@pytest.mark.parametrize(("name", "most"), [("images", 64), ("predictions", 1000)])
+def test_no_more_samples_are_recorded_than_page_and_memory_bear(tmp_path, name, most):
+    run(tmp_path / "most", **{name: most})
+    with pytest.raises(BadInput, match=rf"samples\.{name} is {most + 1}: give at most {most}"):
+        run(tmp_path / "more", **{name: most + 1})
+    assert not (tmp_path / "more" / "metrics.csv").exists()
 
 
 test_samples_are_checked = refuses(

@@ -30,7 +30,7 @@ def parser() -> ArgumentParser:
     )
     found.add_argument("run", type=Path, metavar="RUN", help="folder of a run on the wall clock, of raafl fit or serve")
     found.add_argument(
-        "--check", type=Path, nargs="*", default=[], metavar="RUN", help="real runs to predict, such as RUN"
+        "--check", type=Path, nargs="+", default=[], metavar="RUN", help="real runs to predict, such as RUN"
     )
     found.add_argument("--tasks", type=int, help="tasks of a client to fit at most (default 20, and at most half)")
     found.add_argument(
@@ -71,7 +71,13 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     def real(folder: Path) -> RealRun:
         return read_real(folder, load_run(folder, trusted=own.trust_config, for_replay=True), base)
 
+    for option, folder in (("run", own.run), *(("check", folder) for folder in own.check)):
+        if not folder.is_dir():
+            raise BadInput(
+                f"{option} is '{folder}', which is not a folder: name that of a real run, of raafl fit or serve"
+            )
     run = real(own.run)
+    checked = [run if folder == own.run else real(folder) for folder in own.check]  # before anything is written
     fits = calibrate(run, own.tasks or MOST_FITTED)
     profiles = profiles_of(run, fits)
     said = [_said(fit) for _, fit in sorted(fits.items())]
@@ -84,7 +90,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         raise BadInput(
             f"output is '{output}', which cannot be written ({error.strerror}): name another file"
         ) from error
-    checks = [check(run if folder == own.run else real(folder), fits) for folder in own.check]
+    checks = [check(one, fits) for one in checked]
     warnings = list(_warnings(run, fits))
     if own.json:
         rows = [asdict(fit) for _, fit in sorted(fits.items())]

@@ -146,6 +146,8 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
             f"the config of '{folder}' is refused: {problem}: its author could choose which code runs here; if you "
             "trust the author of that folder, add --trust_config (in Python trust_config=True)"
         ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadInput(f"'{folder}' is not a run folder: it has no {file.name}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             f"{file} cannot be read ({error}): give a run folder whose config.yaml is readable text"

@@ -166,3 +166,19 @@ def test_the_command_writes_a_device_file_and_says_its_error(real, tmp_path, cap
     assert devices[0].flops_per_s > devices[1].flops_per_s
     assert main(["calibrate", str(folder), "--tasks", "0"]) == 2
     assert "tasks is 0" in capsys.readouterr().err
+
+
+def test_a_run_to_check_that_is_missing_is_named_before_a_file_is_written(real, tmp_path, capsys):
+    folder, _ = real
+    file, missing, empty = tmp_path / "mine.yaml", tmp_path / "missing", tmp_path / "empty"
+    empty.mkdir()
+    for runs, said in (
+        ([folder, "--check", missing], f"check is '{missing}', which is not a folder: name that of a real run"),
+        ([folder, "--check", folder, empty], f"'{empty}' is not a run folder: it has no config.yaml"),
+        ([missing], f"run is '{missing}', which is not a folder: name that of a real run"),
+        ([folder, "--check"], "--check: expected at least one argument"),
+    ):
+        assert main(["calibrate", "--output", str(file), "--trust_config", *map(str, runs)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert not file.exists()

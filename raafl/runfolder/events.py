@@ -65,30 +65,41 @@ _READ = {
 
 
 class RolledBackLines:
-    """Set of journal lines, numbered from 0, that no longer count since the run was resumed from an earlier point."""
+    """Set of journal lines, numbered from 0, that no longer count since the run was resumed from an earlier point.
+
+    Rows about a resume always count: merges that it has undone are charged in a replay, too, if a later one goes back
+    behind it.
+    """
 
     def __init__(self) -> None:
         self.num_lines = 0
         self._events = array("q")  # line numbers of the events that no resume has undone
         self._ranges: list[range] = []
+        self._resumes: set[int] = set()
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
         """Process the next line of the journal."""
         number, self.num_lines = self.num_lines, self.num_lines + 1
         if kind in EVENTS:
             self._events.append(number)
-        elif kind == "resumed" and kept is not None and kept < len(self._events):
-            begin = self._events[kept]  # assignments that follow the last kept event stay valid
-            self._ranges = [one for one in self._ranges if one.start < begin] + [range(begin, number)]
-            del self._events[kept:]
+        elif kind == "resumed":
+            self._resumes.add(number)
+            if kept is not None and kept < len(self._events):
+                begin = self._events[kept]  # assignments that follow the last kept event stay valid
+                self._ranges = [one for one in self._ranges if one.start < begin] + [range(begin, number)]
+                del self._events[kept:]
 
     @property
     def num_events(self) -> int:
         """Number of events so far, without events that no longer count since the run was resumed."""
         return len(self._events)
 
+    def line_after(self, num_events: int) -> int:
+        """Return the number of the line that follows the first ``num_events`` events; 0 if there are fewer, or none."""
+        return self._events[num_events - 1] + 1 if 0 < num_events <= len(self._events) else 0
+
     def __contains__(self, number: int) -> bool:
-        return any(number in one for one in self._ranges)
+        return number not in self._resumes and any(number in one for one in self._ranges)
 
 
 class JournalReader:
@@ -140,6 +151,10 @@ class JournalReader:
             FileNotFoundError: the journal does not exist.
         """
         return self._undone.num_events
+
+    def line_after(self, num_events: int) -> int:
+        """Return the number of the line that follows the first ``num_events`` events; 0 if there are fewer, or none."""
+        return self._undone.line_after(num_events)
 
     @cached_property
     def _undone(self) -> RolledBackLines:

@@ -41,10 +41,8 @@ def events(*kinds):
         (("run", "joined", 0, "joined"), [0, 2, 3]),
         (("run", "joined", 1, "timer", 2, "stop"), [0, 1, 2, 3, 4, 5]),  # nothing came after the checkpoint
         (("joined", "timer", 1, "timer", "timer", 2, "stop"), [0, 2, 3, 5, 6]),
-        (
-            ("joined", "timer", "timer", 2, "timer", 1, "stop"),
-            [0, 5, 6],
-        ),  # to before where it went back to the first time
+        # to before where it went back to the first time, which still counts: merges that it has undone stay charged
+        (("joined", "timer", "timer", 2, "timer", 1, "stop"), [0, 3, 5, 6]),
         (("joined", 7, "stop"), [0, 1, 2]),  # events are missing
     ],
 )

@@ -15,6 +15,7 @@ from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder import checkpoint_reader
+from raafl.runfolder.events import JournalReader
 from raafl.runtime.replay import Replay, _distance, replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors
@@ -276,3 +277,21 @@ def test_merges_that_a_crash_has_undone_count_in_a_replay_as_they_did_in_the_run
     row |= {"start": {"min_clients": 2, "count_lost": True}, "goals": {"max_updates": 8, "max_time_s": None}}
     Replay(coordinator, SimpleNamespace(follow=list)).run([row])
     assert told == [[(1, 3), (2, 3)]] and coordinator.limits.max_updates == 8
+
+
+def test_merges_undone_before_a_run_went_back_further_count_in_a_replay(tmp_path, monkeypatch):
+    """The checkpoint of two events was lost after a resume from it, so that the run went back to one event."""
+    coordinator = coordinator_for(fed_async())
+    told = []
+    monkeypatch.setattr(
+        type(coordinator.algorithm.merge), "on_rollback", lambda merge, state, merged: told.append(merged)
+    )
+    resumed = {**RESUMED, **GOALS, "time_s": 3.0, "restarted": True}
+    rows = [{"event": "timer", "id": 5, "time_s": float(number)} for number in range(3)]
+    rows += [{**resumed, "kept": 2, "undone": [[1, 3]]}, {**rows[-1], "time_s": 3.5}]
+    rows += [{**resumed, "kept": 1, "last_id": 11, "undone": [[1, 3], [2, 2]]}, {**rows[-1], "time_s": 4.0}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    played = Replay(coordinator, SimpleNamespace(follow=list))
+    played.run(JournalReader(tmp_path))
+    assert told == [[(1, 3)], [(1, 3), (2, 2)]]
+    assert (played.num_events, coordinator.roster.last_id) == (2, 11)

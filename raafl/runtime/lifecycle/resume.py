@@ -6,6 +6,7 @@ gone: their tasks are lost, they join again as new incarnations, and merges afte
 
 from __future__ import annotations
 
+import csv
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
     CLIENTS,
     CONFIG,
+    EVENTS,
     GROWING,
     JOURNAL,
     LOST_AT_RESTART,
@@ -43,6 +45,7 @@ from raafl.runfolder.schema import (
     METRICS,
     SEALS,
     JournalRow,
+    TableSeal,
 )
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout
@@ -279,7 +282,7 @@ class Mended:
     num_missing: int  # number of events before the checkpoint that are not in the journal
     joins: dict[int, int]  # by client id: number of times that the client has joined
     merged: list[tuple[int, int]]  # client id and model version of each update that was merged after the checkpoint
-    # the same of earlier restarts from this checkpoint, or from a later one that is lost; a list for each restart
+    # the same of earlier restarts that the checkpoint does not know of; a list for each restart
     before: list[list[tuple[int, int]]]
 
 
@@ -287,26 +290,39 @@ def mend(saved: SavedRun) -> Mended:
     """Read from the run's journal and tables which results after the checkpoint are lost; nothing is changed."""
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
-    last_id, joins, before = 0, dict[int, int](), list[list[tuple[int, int]]]()
+    last_id, joins, num_events = 0, dict[int, int](), section["record"]["num_events"]
     later: dict[int, JournalRow] = {}  # by id: tasks that were assigned after the checkpoint
+    resumes: list[
+        tuple[int, int, list[tuple[int, int]]]
+    ] = []  # line, number of events that it kept, what it has undone
+    announced: list[tuple[int, int]] = []  # undone by the resumes since the last event
+    has_gap = False
     # read also the rows that a resume has cut off, since their ids must not be used again
-    for row in (journal := JournalReader(folder)).written():
+    for line, row in enumerate((journal := JournalReader(folder)).written()):
         if row.get("event") == "assigned":
             last_id = max(last_id, row["id"])
             if saved.restarts and row["id"] > coordinator["last_id"]:
                 later[row["id"]] = row
         elif row.get("event") == "gap":
-            last_id = max(last_id, row["last_id"])
+            last_id, has_gap = max(last_id, row["last_id"]), True
         elif row.get("event") == "joined":
             joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
-        elif row.get("event") == "resumed" and row["kept"] >= section["record"]["num_events"]:
-            before.append(undone_in(row))
+        elif row.get("event") == "resumed":
+            resumes.append((line, row["kept"], undone_in(row)))
+            announced += resumes[-1][-1]
+        if row.get("event") in EVENTS:
+            announced = []
+    # the checkpoint knows of all resumes before its last event, whose place is unknown where rows are missing
+    first = 0 if has_gap else journal.line_after(num_events)
+    before = [undone for line, kept, undone in resumes if line >= first and kept >= num_events]
     rows = read_table(folder / CLIENTS)
     header = next(rows, list(CLIENT_COLUMNS))
     client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
     undone = islice(rows, section["record"]["num_rows"], None)
     merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
-    num_missing = max(section["record"]["num_events"] - journal.num_events, 0)
+    if merged == announced:  # a resume was ended before it cut the table, and its row counts them
+        merged = []
+    num_missing = max(num_events - journal.num_events, 0)
     lost = [_lost_row(later[number], header) for number in sorted(later)]
     return Mended(last_id, lost, num_missing, joins, merged, before)
 
@@ -322,15 +338,43 @@ def cut_back(saved: SavedRun, lost: list[list[str]]) -> None:
     In a simulation, rows after the checkpoint are dropped, since the resumed run writes them again. On the wall clock,
     tasks that began after the checkpoint are marked lost:restart.
     """
-    section, folder = saved.section, saved.folder
-    # a stop evaluates the model after its checkpoint, as the run had not done without it
-    measured, version = section["record"]["evaluated_version"], section["coordinator"]["version"]
-    most = max(measured, version - 1) if saved.restarts else measured
-    metrics, rows = read_table(folder / METRICS), read_table(folder / CLIENTS)
+    most, metrics, rows = _last_metrics(saved), read_table(saved.folder / METRICS), read_table(saved.folder / CLIENTS)
     header = [next(metrics, [])]
-    write_table(folder / METRICS, chain(filter(None, header), (row for row in metrics if int(row[0]) <= most)))
+    write_table(saved.folder / METRICS, chain(filter(None, header), (row for row in metrics if int(row[0]) <= most)))
     header = [next(rows, list(CLIENT_COLUMNS))]
-    write_table(folder / CLIENTS, chain(header, islice(rows, section["record"]["num_rows"]), lost))
+    kept = islice(rows, saved.section["record"]["num_rows"])
+    write_table(saved.folder / CLIENTS, chain(header, kept, lost))
+
+
+def _last_metrics(saved: SavedRun) -> int:
+    """Return the last version whose row of metrics.csv was written before the checkpoint."""
+    measured: int = saved.section["record"]["evaluated_version"]
+    # a stop evaluates the model after its checkpoint, as the run had not done without it
+    return max(measured, saved.section["coordinator"]["version"] - 1) if saved.restarts else measured
+
+
+def _sealed_tables(saved: SavedRun) -> dict[str, TableSeal]:
+    """Return digests of the rows that `cut_back` leaves in the tables, by file name."""
+    most, num_rows = _last_metrics(saved), saved.section["record"]["num_rows"]
+    return {
+        METRICS: _sealed(saved.folder / METRICS, lambda _, row: int(row[0]) <= most),
+        CLIENTS: _sealed(saved.folder / CLIENTS, lambda number, _: number < num_rows),
+    }
+
+
+def _sealed(path: Path, stays: Callable[[int, list[str]], bool]) -> TableSeal:
+    """Return the digest of a table's rows up to the first that does not stay; ``stays`` gets their numbers, from 0."""
+    from raafl.runfolder.seals import TableDigest
+
+    with path.open(encoding="utf-8", newline="\n") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        begin = end = rows.line_num
+        for number, row in enumerate(rows):
+            if not stays(number, row):
+                break
+            end = rows.line_num
+    return TableDigest.of_file(path, end - begin).seal(header)
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
@@ -378,6 +422,8 @@ def _make_whole(path: Path) -> None:
 
 def go_on(run: Any, saved: SavedRun) -> None:
     """Restore a `raafl.runtime.run.Run` from a checkpoint; rows that it wrote after that are marked as rolled back."""
+    from raafl.runfolder.seals import sync
+
     coordinator, section = run.parts.coordinator, saved.section
     check_limits(saved, coordinator.limits)
     try:
@@ -390,7 +436,22 @@ def go_on(run: Any, saved: SavedRun) -> None:
             mended = mend(saved)
             resume(saved, mended, coordinator, run.record)
             run.evaluator.revive(section.get("metrics", {}))  # "metrics" is missing in checkpoints of earlier versions
-            # last, since the tables alone tell which merges are undone, and a resume may fail for its config
+            tables = _sealed_tables(saved)
+        # the row is on the disk before the tables are cut back, since these alone tell which merges are undone
+        with reopened(run.folder, run.progress.warn) as folder:
+            folder.signer = run.signer
+            # seal first, and only rows that stay: else a process killed after it added a row would leave a finished run
+            # with an extra row, and one killed after it cut a table would leave one with too few
+            sealed = replace(folder.sealed(), tables=tables)
+            folder.seal(sealed, coordinator.state.version, [CONFIG], altered=altered)
+            if mended.num_missing:
+                folder.gap(mended.num_missing)
+                run.progress.warn(missing(run.folder, mended.num_missing))
+            folder.event(_resumed(run, saved, mended))
+            if JOURNAL in folder.unwritten:
+                raise OSError(f"{JOURNAL} takes no row")
+            sync(run.folder)
+        with restoring(saved):
             cut_back(saved, mended.lost)
         run.writer = run.record.folder = reopened(run.folder, run.progress.warn)
         run.writer.signer = run.signer
@@ -398,13 +459,15 @@ def go_on(run: Any, saved: SavedRun) -> None:
         raise BadInput(f"resume is '{run.folder}', where writing fails ({error}): make it writable") from error
     if altered:
         run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-    # seal first: a process killed after it added a row, but before a seal, would leave a finished run with an extra row
-    run.writer.seal(run.writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
-    if mended.num_missing:
-        run.writer.gap(mended.num_missing)
-        run.progress.warn(missing(run.folder, mended.num_missing))
+    run.progress.follow(run.writer, run.folder)
+    run.progress.note(f"resumed from version {coordinator.state.version}; {len(mended.lost)} later tasks are lost")
+
+
+def _resumed(run: Any, saved: SavedRun, mended: Mended) -> JournalRow:
+    """Return the row of the journal by which a `raafl.runtime.run.Run` continues."""
+    coordinator = run.parts.coordinator
     row: JournalRow = {
-        "time_s": section["clock"]["now"],
+        "time_s": saved.section["clock"]["now"],
         "event": "resumed",
         "kept": run.record.num_events,
         "last_id": coordinator.roster.last_id,
@@ -414,11 +477,9 @@ def go_on(run: Any, saved: SavedRun) -> None:
         "start": run.limits(),
     }
     if saved.restarts and mended.merged:
-        # clients.csv lists these merges no more: should the server crash again before its next checkpoint, they count still
+        # clients.csv will list these merges no more: if the server crashes again before its next checkpoint, they still count
         row["undone"] = mended.merged
-    run.writer.event(row)
-    run.progress.follow(run.writer, run.folder)
-    run.progress.note(f"resumed from version {coordinator.state.version}; {len(mended.lost)} later tasks are lost")
+    return row
 
 
 def missing(folder: Path, num_events: int) -> str:

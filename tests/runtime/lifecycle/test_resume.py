@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import signal
 import time
 import tracemalloc
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -18,13 +21,15 @@ from raafl.config.parse import parse
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.runfolder.append_file import write_table
+from raafl.parts.protect.privacy import PrivacyMemory
+from raafl.runfolder.append_file import AppendFile, write_table
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.journal import FolderLock
 from raafl.runtime.lifecycle.resume import SavedRun, after_restart, cut_back, leave_note, load, mend
 from raafl.runtime.replay import replay
-from raafl.runtime.run import simulate
+from raafl.runtime.run import Run, simulate
+from raafl.runtime.setup import build
 from raafl.watch.state import follow
 from tests.helpers import forkserver
 from tests.helpers.crash import crashed, simulated
@@ -369,6 +374,100 @@ def test_merges_undone_by_a_crash_are_still_known_after_a_resume_that_failed(tmp
     assert mend(saved).merged == []
     # version 3, at the checkpoint, is measured again: its metrics were not there yet
     assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "1", "2"]
+
+
+PRIVATE = ("--algorithm=fed_buff", "--algorithm.buffer_size=3", "--max_updates=60", "--checkpoint_every=2")
+PRIVATE += ("--privacy.clip_norm=1", "--privacy.noise_multiplier=0.5")
+
+
+def spent(folder: Path) -> list[Counter[int]]:
+    """By client: the updates in all merges of clients.csv, and the sum of the squares of their numbers in each merge."""
+    merges = Counter((row["client"], row["merged_version"]) for row in dict_rows(folder) if row["outcome"] == "merged")
+    updates, squares = Counter[int](), Counter[int]()
+    for (client, _), num in merges.items():
+        updates[int(client)] += num
+        squares[int(client)] += num**2
+    return [updates, squares]
+
+
+def dict_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "clients.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def restarted(parts, folder: Path, num_writes: int) -> list[Counter[int]] | None:
+    """Resume a run as on the wall clock, in a forked process that is killed before it writes for the ``num_writes``-th time.
+
+    Each row that is added, and each file that is put in the place of another, is a write. Returns what clients have spent
+    of their privacy once the run is resumed; None = the process was killed before.
+    """
+    left = iter(range(num_writes))
+
+    def mortal(write):
+        def wrapped(*args):
+            next(left, None) is None and os._exit(9)
+            return write(*args)
+
+        return wrapped
+
+    told, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            AppendFile._write, Path.replace = mortal(AppendFile._write), mortal(Path.replace)
+            saved = load(folder, "simulated")
+            run = Run(parts, "", "distributed", replace(saved, section={**saved.section, "runtime": "distributed"}))
+            with closing(run):
+                memory = parts.coordinator.state.memory.of(PrivacyMemory)
+                os.write(tell, json.dumps([[*memory.updates.items()], [*memory.squares.items()]]).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    with os.fdopen(told) as file:
+        text = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if text else 9)
+    return [Counter(dict(book)) for book in json.loads(text)] if text else None
+
+
+@pytest.mark.parametrize("how", ["crashed", "stopped"])
+def test_a_kill_at_any_write_of_a_resume_neither_loses_a_merge_nor_counts_it_twice(tmp_path, monkeypatch, how):
+    """And leaves books in order, also those that the end of a run has sealed."""
+    folder = tmp_path / "run"
+    options = ("--config", CONFIG, *SMALL, *PRIVATE, f"--output={folder}")
+    crashed(monkeypatch, 17, *options) if how == "crashed" else stopped(5, *options)
+    parsed = parse("simulate", ["--progress=quiet", "--resume", str(folder)])
+    parts, expected = build(parsed.experiment, pace=False), spent(folder)
+    assert how == "stopped" or len(dict_rows(folder)) > load(folder, "simulated").section["record"]["num_rows"]
+    num_kills = 0
+    while restarted(parts, killed := Path(shutil.copytree(folder, tmp_path / str(num_kills))), num_kills) is None:
+        assert not check_books(killed).findings
+        assert (
+            restarted(parts, killed, num_kills) is None and not check_books(killed).findings
+        )  # at the same write again
+        assert restarted(parts, killed, 99) == expected and not check_books(killed).findings
+        num_kills += 1
+    assert num_kills >= 4  # a seal, a row of the journal, and two tables
+    assert restarted(parts, killed, 99) == expected  # and again, before the run has gone on
+
+
+def test_merges_that_a_checkpoint_has_counted_are_not_counted_again_when_numbers_of_events_come_again(tmp_path):
+    """Resumed from event 3, and from event 1 since that checkpoint was lost; then from one of event 2, written after that."""
+    journal = [{"event": "run"}, *[{"event": "timer"}] * 4, {"event": "resumed", "kept": 3, "undone": [[1, 4]]}]
+    journal += [{"event": "timer"}, {"event": "resumed", "kept": 1, "undone": [[2, 2]]}]
+    counted = [*journal, *[{"event": "timer"}] * 2]
+    write_table(tmp_path / "clients.csv", [["client", "outcome", "merged_version"]])
+
+    def before(rows, num_events):
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        record = {"num_rows": 0, "num_events": num_events, "evaluated_version": 0}
+        section = {"runtime": "distributed", "coordinator": {"version": 1, "last_id": 0}, "record": record}
+        return mend(SavedRun(tmp_path, {}, section)).before
+
+    assert before(journal, 1) == [[(1, 4)], [(2, 2)]]
+    assert before(counted, 1) == [[(1, 4)], [(2, 2)]]
+    assert before(counted, 2) == []
+    # where rows are missing, their place is unknown: better twice than never
+    assert before([{"event": "gap", "rows": 1, "last_id": 0}, *counted], 2) == [[(1, 4)]]
 
 
 def test_a_restart_by_torchrun_never_takes_up_an_earlier_run(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from typing import Any
 from raafl.config.options import MODES, distance, seconds
 from raafl.core.options import CAPTURES, FabricOptions, Training
 from raafl.errors import BadInput, installing, nearest, parse_address
-from raafl.plain_yaml import LARGEST
+from raafl.plain_yaml import LARGEST, load_untrusted_yaml
 from raafl.rules import CURRENT
-from raafl.sanitize import is_url
+from raafl.sanitize import is_url, sanitize_text
 from raafl.units import quantity
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
@@ -59,8 +59,8 @@ def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
             yield f"waits.{wait.name} is {value}: give seconds above 0"
     if experiment.guard.is_on and experiment.privacy.is_on:
         yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
-    if experiment.resume is not None:
-        yield from seed_file_problems(experiment.privacy.seed_file, experiment.resume)
+    if experiment.resume is not None and experiment.privacy.is_on:
+        yield from seed_file_problems(experiment.privacy.seed_file, Path(experiment.resume))
     yield from _machine_problems(experiment)
     yield from _export_problems(experiment)
     checks = (
@@ -77,13 +77,31 @@ def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
     yield from _refused(checks)
 
 
-def seed_file_problems(seed_file: str | None, folder: object) -> Iterator[str]:
-    """Yield an error if the file is missing from which the noise of the run in ``folder`` follows; a run would make a new one."""
-    if seed_file is not None and not Path(seed_file).exists():
+def seed_file_problems(seed_file: str | None, folder: Path) -> Iterator[str]:
+    """Yield an error if the noise of the run in ``folder`` does not follow from this file: it is missing, or the run had none."""
+    recorded, there = _recorded_seed_file(folder, seed_file), seed_file is not None and Path(seed_file).exists()
+    if recorded == seed_file and seed_file is not None and not there:
         yield (
             f"privacy.seed_file is '{seed_file}', which is missing: restore the file from which the noise of '{folder}' was "
             "computed"
         )
+    elif recorded is None and seed_file is not None:
+        yield f"privacy.seed_file is '{seed_file}', but the noise of '{folder}' follows from the run's seed: leave it out"
+    elif (
+        recorded != seed_file and not there
+    ):  # a run would make the file, or take its seed; the file may have been moved
+        given = "null" if seed_file is None else f"'{seed_file}', which does not exist"
+        begun = sanitize_text(recorded)
+        yield f"privacy.seed_file is {given}, but the noise of '{folder}' follows from the file '{begun}': give that one"
+
+
+def _recorded_seed_file(folder: Path, given: str | None) -> str | None:
+    """Return the seed file with which a run with privacy began; ``given`` if its folder does not say."""
+    try:
+        recorded = load_untrusted_yaml((folder / "config.yaml").read_text(encoding="utf-8"))["privacy"]
+        return given if recorded["clip_norm"] is None else recorded.get("seed_file")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return given  # reported where the folder is opened
 
 
 def _machine_problems(experiment: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -13,7 +14,7 @@ from raafl.api.settings import Settings
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, SubmodelOptions, marked
 from raafl.config.options import Timeouts, seconds
 from raafl.core.algorithm import Training
-from raafl.core.options import FabricOptions
+from raafl.core.options import FabricOptions, Privacy
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.runtime.setup import limits_of, submodels_of
@@ -353,3 +354,44 @@ def test_what_the_fields_say_of_themselves():
 def test_federation_types_every_setting_that_it_takes():
     flat = [f.name for group in ("train", "fabric") for f in fields(SECTIONS[group]) if f.name != "device"]
     assert set(Settings.__annotations__) == {*marked("keyword"), *flat}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "says"),
+    [
+        (
+            "{clip_norm: 1.0, seed_file: old}",
+            "new",
+            "'new', which does not exist, but .* follows from the file 'old': give",
+        ),
+        (
+            "{clip_norm: 1.0, seed_file: old}",
+            None,
+            "null, but the noise of 'run' follows from the file 'old': give that",
+        ),
+        (
+            "{clip_norm: 1.0, seed_file: null}",
+            "new",
+            "'new', but the noise of 'run' follows from the run's seed: leave it",
+        ),
+        ("{clip_norm: 1.0}", "moved", "'moved', but the noise of 'run' follows from the run's seed: leave it out"),
+        (
+            "{clip_norm: 1.0, seed_file: old}",
+            "old",
+            "'old', which is missing: restore the file from which the noise of",
+        ),
+        ("{clip_norm: 1.0, seed_file: old}", "moved", None),
+        ("{clip_norm: 1.0, seed_file: null}", None, None),
+        ("{clip_norm: null, seed_file: null}", "moved", None),  # refused for its clip_norm, once the folder is opened
+    ],
+)
+def test_a_run_goes_on_with_noise_from_where_it_began(tmp_path, monkeypatch, recorded, given, says):
+    """A new seed would make a replay differ, and the run's own seed is known to every client."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(f"privacy: {recorded}\n")
+    (tmp_path / "moved").write_text("sum " + "ab" * 32)
+    found = problems(resume="run", privacy=Privacy(clip_norm=1.0, seed_file=given))
+    assert len(found) == (says is not None)
+    assert says is None or re.match(f"privacy.seed_file is {says}", found[0])
+    assert not (tmp_path / "new").exists()

@@ -346,7 +346,8 @@ class ByColumn(Partition):
                 f"{self.column!r} with a value for each sample, or use Iid"
             )
         try:
-            values, group = np.unique(_one_dimensional(columns[self.column]), return_inverse=True)
+            owners = _one_dimensional(columns[self.column])
+            values, group = np.unique(owners, return_inverse=True)
         except (TypeError, ValueError):
             raise BadInput(
                 f"ByColumn: column {self.column!r} has entries that cannot be sorted, such as "
@@ -355,6 +356,11 @@ class ByColumn(Partition):
         if len(group) != len(labels):
             raise BadInput(
                 f"ByColumn: {self.column!r} has {len(group)} entries for {len(labels)} samples: give as many"
+            )
+        if len(missing := _without_owner(columns[self.column], owners)):
+            raise BadInput(
+                f"ByColumn: column {self.column!r} has no value for {len(missing)} samples, such as sample {missing[0]} (NaN): "
+                "give each sample a text or a number, or leave those without out of the data"
             )
         if len(values) < num_clients:
             raise BadInput(
@@ -374,6 +380,15 @@ def _one_dimensional(column: Sequence[Any]) -> npt.NDArray[Any]:
     if found.ndim != 1:
         raise ValueError
     return found
+
+
+def _without_owner(column: Sequence[Any], owners: npt.NDArray[Any]) -> Ints:
+    """Return the samples whose entry is NaN or NaT, which equals nothing, not even itself."""
+    if owners.dtype.kind in "SU" and not isinstance(
+        column, np.ndarray
+    ):  # of a list with texts NaN has become a text, too
+        return np.flatnonzero([bool(one != one) for one in column])
+    return np.flatnonzero(owners != owners)
 
 
 def _unsorted(column: Sequence[Any]) -> str:

@@ -235,6 +235,36 @@ def test_a_column_whose_entries_cannot_be_sorted_is_refused(column, named):
         ByColumn("who").split([0, 0, 0], 1, 0, {"who": column})
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [0.0, NAN, NAN, 1.0],
+        ["a", NAN, NAN, "b"],
+        np.array([0.0, NAN, NAN, 1.0], np.float32),
+        np.array([0.0, NAN, NAN, 1.0], object),
+        np.array([0j, complex(0, NAN), complex(NAN, 0), 1j]),
+        np.array(["2020-01-01", "NaT", "NaT", "2021-01-01"], "M8[D]"),
+        torch.tensor([0.0, NAN, NAN, 1.0]),
+    ],
+    ids=["floats", "texts", "float32", "objects", "complex", "dates", "tensor"],
+)
+@pytest.mark.parametrize("num_clients", [1, 3, 4])
+def test_a_column_with_nan_is_refused(column, num_clients):
+    """NaN was one owner in an array of numbers, the text nan in a list of texts, and several owners in an array of objects."""
+    said = r"'who' has no value for 2 samples, such as sample 1 \(NaN\): give each sample"
+    with pytest.raises(BadInput, match=said):
+        ByColumn("who").split([0] * 4, num_clients, 0, {"who": column})
+
+
+def test_nan_as_a_text_is_an_owner_as_any_other():
+    for column in (["a", "nan", "nan", "b"], np.array(["a", "nan", "nan", "b"])):
+        parts = ByColumn("who").split([0] * 4, 3, 0, {"who": column})
+        assert [part.tolist() for part in parts] == [[0], [3], [1, 2]]
+
+
 def test_more_clients_than_data_names_both():
     with pytest.raises(BadInput, match=r"11 clients need 1 sample.s. each, and there are 10"):
         Iid().split(np.zeros(10, int), 11, 0)

@@ -56,6 +56,8 @@ CALL_S = 30.0
 """Seconds after which a call of a logger counts as hung."""
 FINISH_S = 60.0
 """Seconds that a run waits at its end for its loggers to write what is queued."""
+SAID_S = 1.0
+"""Seconds of that wait after which the run says for which loggers it waits."""
 MAX_QUEUED = 1000
 """Calls that wait for one logger; what comes while so many wait is dropped, and counted as failed."""
 
@@ -124,10 +126,15 @@ class Loggers(RunHooks):
             with_model = worker.spec.init_args.get("log_model") is not False
             worker.put(partial(finish, folder=folder, summary=typed, tables=tables, with_model=with_model))
             worker.end(lambda logger: _close(logger, status))
-        until = time.monotonic() + FINISH_S
-        for worker in self._workers:
-            while worker.at_work and time.monotonic() < until:
-                worker.join(timeout=0.05)
+        since, said = time.monotonic(), False
+        while (
+            waiting := [worker for worker in self._workers if worker.at_work]
+        ) and time.monotonic() < since + FINISH_S:
+            if not said and time.monotonic() > since + SAID_S:
+                names = ", ".join(worker.name for worker in waiting)
+                self._run.progress.note(f"waiting up to {FINISH_S:g} s for logger {names} to write what is queued")
+                said = True
+            waiting[0].join(timeout=0.05)
         summary["loggers"] = {worker.name: worker.give_up() for worker in self._workers}
 
     def close(self) -> None:

@@ -170,12 +170,16 @@ def test_a_slow_one_delays_no_merge_and_is_waited_for_at_the_end(tmp_path, monke
     assert summary["loggers"]["Hanging"] == {"logged": 13, "failed": 0, "error": None}
 
 
-def test_one_that_is_too_slow_is_given_up_and_what_is_left_counted(tmp_path, monkeypatch, released):
+def test_one_that_is_too_slow_is_given_up_and_what_is_left_counted(tmp_path, monkeypatch, caplog, released):
     monkeypatch.setattr(loggers, "FINISH_S", 0.5)
+    monkeypatch.setattr(loggers, "SAID_S", 0.2)
     monkeypatch.setattr(loggers, "CALL_S", 100.0)
-    summary, _ = run(tmp_path, Hanging())
+    caplog.set_level("INFO", logger="raafl.run")
+    summary, _ = run(tmp_path, [Noting(), Hanging()])
     # 13 evaluations, the tables and the end
     assert summary["loggers"]["Hanging"] == {"logged": 0, "failed": 15, "error": "it has not ended in time"}
+    waits = [message for message in caplog.messages if message.startswith("waiting")]
+    assert waits == ["waiting up to 0.5 s for logger Hanging to write what is queued"]
 
 
 def test_a_full_queue_drops_and_counts(monkeypatch, released):

@@ -25,6 +25,8 @@ class HubUpload(RunHooks):
     def publish(self, summary: dict[str, Any]) -> None:
         """Upload the model, and add what came of it to the summary."""
         run, repository = self._run, self._run.parts.experiment.push_to_hub
+        if not summary["finished"].startswith(BREAKS):
+            run.progress.note(f"uploading the final model to {repository}")
         summary["hub"] = push_model(str(repository), run.folder, summary["finished"], run.progress.warn)
 
 

@@ -71,10 +71,12 @@ def hub(monkeypatch):
         thread.join()
 
 
-def test_a_finished_model_goes_to_a_private_repository_with_its_card(hub, tmp_path):
+def test_a_finished_model_goes_to_a_private_repository_with_its_card(hub, tmp_path, caplog):
+    caplog.set_level("INFO", logger="raafl.run")
     run = finish(experiment(tmp_path / "run", push_to_hub="me/digits", max_updates=1))
     url = f"http://127.0.0.1:{hub.server_address[1]}/me/digits/commit/1"
     assert run.summary["hub"] == {"repo": "me/digits", "url": url, "error": None}
+    assert caplog.messages.count("uploading the final model to me/digits") == 1  # an upload may take long
     asked = dict(hub.asked)
     made = json.loads(asked["/api/repos/create"])
     assert made["name"] == "digits" and made.get("private", made.get("visibility") == "private")

@@ -54,10 +54,8 @@ if TYPE_CHECKING:
 
 CALL_S = 30.0
 """Seconds after which a call of a logger counts as hung."""
-FINISH_S = 60.0
-"""Seconds that a run waits at its end for its loggers to write what is queued."""
-SAID_S = 1.0
-"""Seconds of that wait after which the run says for which loggers it waits."""
+FINISH_S, SAID_S = 60.0, 1.0
+"""Seconds that a run waits at its end for its loggers to write what is queued, and after which it says that it does."""
 MAX_QUEUED = 1000
 """Calls that wait for one logger; what comes while so many wait is dropped, and counted as failed."""
 
@@ -126,15 +124,13 @@ class Loggers(RunHooks):
             with_model = worker.spec.init_args.get("log_model") is not False
             worker.put(partial(finish, folder=folder, summary=typed, tables=tables, with_model=with_model))
             worker.end(lambda logger: _close(logger, status))
-        since, said = time.monotonic(), False
-        while (
-            waiting := [worker for worker in self._workers if worker.at_work]
-        ) and time.monotonic() < since + FINISH_S:
-            if not said and time.monotonic() > since + SAID_S:
-                names = ", ".join(worker.name for worker in waiting)
-                self._run.progress.note(f"waiting up to {FINISH_S:g} s for logger {names} to write what is queued")
-                said = True
-            waiting[0].join(timeout=0.05)
+        until, said_at = time.monotonic() + FINISH_S, time.monotonic() + SAID_S
+        for worker in self._workers:
+            while worker.at_work and (now := time.monotonic()) < until:
+                if now > said_at:
+                    names, said_at = ", ".join(one.name for one in self._workers if one.at_work), math.inf
+                    self._run.progress.note(f"waiting up to {FINISH_S:g} s for logger {names} to write what is queued")
+                worker.join(timeout=0.05)
         summary["loggers"] = {worker.name: worker.give_up() for worker in self._workers}
 
     def close(self) -> None:
@@ -229,8 +225,7 @@ class _Worker(threading.Thread):
         with self._changed:
             self._failed += num
             first = self._error is None and bool(error)
-            if first:
-                self._error = error
+            self._error = error if first else self._error
         if first:
             self._warn(f"logger {self.name}: {error}; the run goes on, and the summary counts what is not logged")
 

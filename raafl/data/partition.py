@@ -384,9 +384,7 @@ def _one_dimensional(column: Sequence[Any]) -> npt.NDArray[Any]:
 
 def _without_owner(column: Sequence[Any], owners: npt.NDArray[Any]) -> Ints:
     """Return the samples whose entry is NaN or NaT, which equals nothing, not even itself."""
-    if owners.dtype.kind in "SU" and not isinstance(
-        column, np.ndarray
-    ):  # of a list with texts NaN has become a text, too
+    if owners.dtype.kind in "SU":  # of a list with texts NaN has become a text, too
         return np.flatnonzero([bool(one != one) for one in column])
     return np.flatnonzero(owners != owners)
 

@@ -16,7 +16,8 @@ With one subnet this is unweighted FedAvg, bit for bit.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raafl.algorithm import (
@@ -95,6 +96,11 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
     return tuple(spec_of(axes, part) for part in parts)
 
 
+def _of_each_size(specs: Sequence[Spec]) -> Collection[Spec]:
+    """Return one of the submodels of each size; shares of an axis differ by a unit, and the larger may be any of them."""
+    return {tuple((name, len(units)) for name, units in spec.kept): spec for spec in specs}.values()
+
+
 @dataclass
 class Round(MergeMemory):
     """State of one round: how many of its submodels have been assigned to clients.
@@ -130,7 +136,7 @@ class DisjointUnits(Select):
         """Assign the next subnet of this round to the client; raise `BadInput` if it does not fit the client's memory."""
         version, round = fleet.state.version, fleet.state.memory.of(Round)
         if round.version != version:
-            round.version, round.shares, round.next = version, self._num_shares(fleet), 0
+            round.version, round.shares, round.next = version, self._num_fitting(version, fleet), 0
         specs = self._specs(round.version, round.shares, fleet)
         spec = specs[round.next % len(specs)]
         if not fleet.fits(client, spec):
@@ -146,6 +152,20 @@ class DisjointUnits(Select):
         specs: tuple[Spec, ...] = fleet.cache["specs"]
         return specs
 
+    def _num_fitting(self, version: int, fleet: SelectContext) -> int:
+        """Return the number of submodels in a round: more than usual while clients are away and the others lack memory."""
+        least = self._num_shares(fleet)
+        most = max((axis.size for axis in fleet.state.submodels.axes.values() if isinstance(axis, Axis)), default=least)
+        by_memory = {client.profile.memory_bytes: client for client in fleet.clients.values()}.values()
+
+        def fits(shares: int) -> bool:
+            specs = _of_each_size(self._specs(version, shares, fleet))
+            return all(fleet.fits(client, spec) for spec in specs for client in by_memory)
+
+        if self.shares is not None or fits(least) or not fits(most):
+            return least
+        return bisect_left(range(most), True, lo=least, key=fits)
+
     def _num_shares(self, fleet: SelectContext) -> int:
         present = len(fleet.clients)
         return self.shares or min(present, self.cohort or present)
@@ -155,8 +175,8 @@ class DisjointUnits(Select):
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return an error message for each client whose memory is too small for the largest submodel."""
-        specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
-        largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
+        specs = _of_each_size(deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0))
+        largest = max(specs, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
     def notes(self, fleet: SelectContext) -> list[str]:

@@ -148,8 +148,8 @@ class Regions(Select):
     A region has an equal share of every layer's units, such as neurons or heads. Parameters that cannot be divided,
     such as the output's bias, belong to all regions. By default each client draws its regions on its own, so that some
     regions may remain untrained by chance. If ``trained``, ``coverage`` or ``rest`` is given, the regions of all
-    clients are drawn together; the given numbers then hold in every round in which all of these clients work. A client
-    with little memory gets as many regions as fit.
+    clients are drawn together; the given numbers then hold in every round in which all of these clients work, and
+    while some are away as far as the others reach. A client with little memory gets as many regions as fit.
 
     With the mask MIX-Arb, half of the clients train two regions and the others one. The half is drawn anew in each round:
     if it were fixed, classes that only the other clients have would get too large logits in the whole model. It is fixed
@@ -336,14 +336,15 @@ class Regions(Select):
         large = set(rng.sample(roomy, min(len(most) // 2, len(roomy))))
         return [2 if i in large else 1 for i in range(len(most))]
 
-    def _schedule(self, takes: Sequence[int], leaves_out: bool) -> RegionCoverage:
+    def _schedule(self, takes: Sequence[int], leaves_out: bool, *, is_whole: bool = True) -> RegionCoverage:
         """Build the schedule of which client trains which regions, in rounds that leave regions untrained or in the others.
 
-        Raises `BadInput` if no schedule satisfies the settings.
+        `is_whole`: whether `BadInput` is raised if no schedule satisfies the settings; False = one that comes close, for
+        rounds in which clients are away.
         """
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)
-        return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)
+        return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold, is_whole)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
         """Check whether MIX-Arb must give two regions to the same half of the clients in all rounds.
@@ -369,9 +370,9 @@ class Regions(Select):
         leaves_out = (round + 1) % self.every == 0
         takes = self._takes(0 if self._keeps_half(fleet) else round, fleet)
         if self.mask != "MIX-Arb" or self.rest is None or self._keeps_half(fleet):
-            return self._schedule(takes, leaves_out).taken(round, fleet.seed)
+            return self._schedule(takes, leaves_out, is_whole=False).taken(round, fleet.seed)
         # one region for each client already satisfies coverage and rest, so the second regions can be drawn freely
-        single = self._schedule([1] * len(takes), leaves_out).taken(round, fleet.seed)
+        single = self._schedule([1] * len(takes), leaves_out, is_whole=False).taken(round, fleet.seed)
         return topped_up(single, takes, random.Random(derive_seed(fleet.seed, "second", round)))
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from raafl.algorithms.ist import DisjointUnits, deal
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, Lost
+from raafl.core.types import ClientInfo, Dismiss, Joined, Lost
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
@@ -120,3 +120,37 @@ def test_a_client_whose_memory_a_share_exceeds_is_named():
     problems = coordinator.algorithm.select.check(coordinator.fleet)
     assert len(problems) == 1
     assert problems[0].startswith("client 1: memory_bytes is 10, one of 1 equal shares needs ")
+
+
+def test_while_others_are_away_a_client_gets_a_share_that_fits_its_memory():
+    """Shares of a half would not fit clients that have memory for a quarter; they were dismissed for good."""
+    coordinator = coordinator_for(ist(), min_clients=4)
+    (quarter, *_) = deal(coordinator.fleet.state.submodels.axes, 4, 0, 0)
+    profile = Profile(memory_bytes=coordinator.fleet.cost(quarter).peak_bytes)
+    actions = [a for n in range(1, 5) for a in coordinator.handle(Joined(ClientInfo(n, 1, profile)), 0.0)]
+    tasks = assigned(actions)
+    coordinator.handle(Lost(3, "gone"), 0.0)
+    coordinator.handle(Lost(4, "gone"), 0.0)
+    for _ in range(3):
+        tasks = assigned(answer(coordinator, tasks[1], 1.0) + answer(coordinator, tasks[2], 1.0))
+        units = [set(tasks[n].spec.indices("hidden")) for n in (1, 2)]
+        assert list(map(len, units)) == [1, 1] and len(set.union(*units)) == 2
+
+
+def test_a_client_without_memory_for_any_share_changes_nothing_for_the_others():
+    coordinator = coordinator_for(ist(), min_clients=2)
+    join(coordinator, [1])
+    actions = coordinator.handle(Joined(ClientInfo(2, 1, Profile(memory_bytes=10.0))), 0.0)
+    assert len(assigned(actions)[1].spec.indices("hidden")) == 2
+    assert any(isinstance(action, Dismiss) for action in actions)
+
+
+def test_the_check_before_a_run_finds_a_larger_share_in_the_middle():
+    coordinator = coordinator_for(ist(subnets=3), min_clients=3)
+    shares = deal(coordinator.fleet.state.submodels.axes, 3, 0, 0)
+    assert [len(spec.indices("hidden")) for spec in shares] == [1, 2, 1]
+    memory_bytes = coordinator.fleet.cost(shares[0]).peak_bytes
+    for n in (1, 2, 3):
+        coordinator.roster.join(ClientInfo(n, 1, Profile(memory_bytes=memory_bytes)))
+    problems = coordinator.algorithm.select.check(coordinator.fleet)
+    assert len(problems) == 3 and "one of 3 equal shares needs" in problems[0]

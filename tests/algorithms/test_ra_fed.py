@@ -9,7 +9,7 @@ import torch
 
 from raafl.algorithms import ra_fed, ram_fed
 from raafl.algorithms.ra_fed import Regions
-from raafl.core.types import ClientInfo
+from raafl.core.types import ClientInfo, Dismiss, Lost
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Spec
@@ -154,6 +154,35 @@ def test_regions_are_left_out_periodically_and_the_first_round_may_be_full():
     assert [len(covered(mine)) for mine in found] == [4, 4, 3] * 3
     assert all(regions == {0, 1, 2, 3} for regions in found[0].values())
     assert all(len(regions) == 2 for mine in found[1:] for regions in mine.values())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "coverage"),
+    [
+        ({"mask": "S-Arb", "coverage": 2}, 2),
+        ({"mask": "S-Arb", "trained": 4}, 1),
+        ({"mask": "S-Arb", "coverage": 2, "rest": 3}, 2),
+        ({"mask": "S-Arb", "trained": 3, "hold": True, "coverage": 2}, 2),
+        ({"mask": "MIX-Arb", "rest": 4}, 1),
+        # client 1 needs four rounds for all regions, the others two, which cannot leave one out for six
+        ({"mask": [1, 2, 2, 2, 2, 2, 2, 2], "rest": 6}, 1),
+    ],
+)
+def test_while_clients_are_away_the_others_cover_what_they_can(numbers, coverage):
+    """They were dismissed for good, since no schedule of two clients has what the settings ask for."""
+    coordinator = coordinator_for(ra_fed(**numbers), line_state(hidden=8), min_clients=8)
+    tasks = assigned(join(coordinator, range(1, 9)))
+    for away in (1, *range(4, 9)):
+        coordinator.handle(Lost(away, "gone"), 0.0)
+    for _ in range(8):
+        actions = answer(coordinator, tasks[2], 1.0) + answer(coordinator, tasks[3], 1.0)
+        tasks = assigned(actions)
+        assert tasks.keys() == {2, 3} and not any(isinstance(action, Dismiss) for action in actions)
+        assert len({tasks[2].spec, tasks[3].spec}) > 1 or len(tasks[2].spec.indices("hidden")) > 2
+    tasks |= assigned(join(coordinator, (1, *range(4, 9))))
+    tasks = assigned(action for task in tasks.values() for action in answer(coordinator, task, 1.0))
+    trained = Counter(unit // 2 for task in tasks.values() for unit in task.spec.indices("hidden")[::2])
+    assert len(tasks) == 8 and min(trained.values()) >= coverage
 
 
 def test_fewer_regions_in_a_round_than_a_mask_has():

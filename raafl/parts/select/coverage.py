@@ -54,6 +54,8 @@ class RegionCoverage:
     - if ``hold`` is true, all rounds are the same: ``trained`` regions are trained in each of them, the others never.
 
     In the last two kinds, the region that the fewest clients train is trained by exactly ``coverage`` clients.
+
+    While some of a run's clients are away (``is_whole`` is false), ``coverage`` and ``rest`` hold as far as the others reach.
     """
 
     takes: tuple[int, ...]  # by client n: number m_n of regions that it trains in a round
@@ -64,6 +66,7 @@ class RegionCoverage:
     # largest number of successive rounds in which a client does not train a region (tau); None = no limit
     rest: int | None = None
     hold: bool = False  # whether a client has the same regions in all rounds
+    is_whole: bool = True  # whether these are all clients, so that settings that they cannot meet are refused
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes", tuple(self.takes))
@@ -77,6 +80,11 @@ class RegionCoverage:
                 raise BadInput(
                     f"'takes' contains {take}: give numbers from 1 to {self.num_trained} (the regions trained in a round)"
                 )
+        if self.is_whole:
+            self._check_guarantees()
+
+    def _check_guarantees(self) -> None:
+        """Raise `BadInput` if no schedule can satisfy ``rest`` and ``coverage``."""
         most = min(sum(self.takes) // self.num_trained, len(self.takes))
         if not 1 <= self._least <= most:
             raise BadInput(
@@ -90,10 +98,6 @@ class RegionCoverage:
                 f"of {self.num_trained} regions a round needs {self.period} rounds for all {self.regions}: give at least "
                 f"{self.period - 1}, or a larger takes or trained"
             )
-        self._check_rotation()
-
-    def _check_rotation(self) -> None:
-        """Raise `BadInput` if no schedule can satisfy ``rest`` and ``coverage``."""
         if self.rest is not None and self.hold:
             raise BadInput(
                 f"'rest' is {self.rest}, but with 'hold' the assignment never changes: leave out 'rest' or 'hold'"
@@ -178,7 +182,7 @@ class RegionCoverage:
         # any order will do if clients may skip 2 * period - 2 rounds, from the first step of a cycle to the last of the
         # next
         is_free = rest >= 2 * self.period - 2
-        length = self.period if is_free else rest - self.period + 2
+        length = self.period if is_free else max(rest - self.period + 2, 1)
         start = step - step % length
         steps = range(start, min(start + length, self.period))
         order = random.Random(derive_seed(seed, "order", cycle, start)).sample(steps, len(steps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Literal
 
@@ -283,6 +283,10 @@ class RateSelect(Select):
         axes, budget, rate = fleet.state.submodels.axes, self._budget(client, fleet), self.rate(client)
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]
+        if self.measured and self.seconds is not None:
+            # who has become slow gets the smallest submodel, rather than being dismissed for good
+            need_s = budget.needs(fleet.cost(leading(axes, rates[0])))["seconds"]
+            budget = replace(budget, seconds=max(budget.seconds, min(self.seconds, need_s)))
         # selectors choose other units at the same cost, so the cheapest one stands for all
         return largest_rate(
             lambda width: leading(axes, width), fleet.cost, budget, rates=rates, who=f"client {client.id}"

@@ -262,6 +262,18 @@ def test_a_client_that_takes_twice_the_predicted_time_gets_what_half_of_it_allow
     assert reported(RateSelect(seconds=whole_s), slow, fleet_of(slow), 2.0) == FULL
 
 
+def test_a_client_that_becomes_ever_so_slow_gets_the_smallest_submodel():
+    """It was dismissed for good, with a message that told of too little time."""
+    slow, fleet = client(flops_per_s=100.0), fleet_of(client(flops_per_s=100.0))
+    select = RateSelect(seconds=fleet.cost_s(slow, Work()), measured=True)
+    smallest = reported(select, slow, fleet, 1e4)
+    assert len(smallest.indices("hidden")) == 1
+    assert reported(select, slow, fleet, 1.0) == FULL
+    too_short_s = fleet.cost_s(slow, Work(smallest)) / 2
+    told = [RateSelect(seconds=too_short_s, measured=measured).check(fleet_of(slow)) for measured in (True, False)]
+    assert told[0] == told[1] != []
+
+
 def test_beside_the_others_who_all_take_twice_the_time_nobody_gets_less():
     """Of three clients the median is 2 once two have reported; the third, as fast as it said, then gets what 2 x as long allows."""
     clients = [client(one, flops_per_s=100.0) for one in (1, 2, 3)]

@@ -11,8 +11,9 @@ Three techniques make submodels of different widths compatible (section 3.2):
   ``submodels: {batch_norm: static}``, since it works with every algorithm.
 
 Choices that the paper leaves open:
-- The level of each client: clients take `rates` in turn, or by device. A client whose memory its rate would exceed gets
-  the largest submodel that fits.
+- The level of each client: clients take `rates` in turn, or by device ("fix" in the authors' code); with `drawn` each task's
+  level is drawn, each equally likely ("dynamic", with which Table 1 has two and more levels). A client whose memory its rate
+  would exceed gets the largest submodel that fits.
 - An axis keeps ``ceil(rate * size)`` units; the paper's widths are powers of two, where nothing is rounded.
 - Masking needs logits of shape (batch, classes) from `forward`, and one integer label for each sample. Other models, such as
   language models or models that compute their loss inside `forward`, train on the plain loss, and the run logs a note.
@@ -22,7 +23,25 @@ At rate 1, with all classes on every client, this is unweighted FedAvg, bit for 
 
 from __future__ import annotations
 
-from raafl.algorithm import Algorithm, AllReported, Local, Mean, Merge, Rates, Sample, Select
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    ClientInfo,
+    Local,
+    Mean,
+    Merge,
+    Rates,
+    RateSelect,
+    Sample,
+    Select,
+    SelectContext,
+    Work,
+    derive_seed,
+)
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.select.rate_select import by_rate
 
@@ -38,6 +57,7 @@ def hetero_fl(
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
+    drawn: bool = False,
 ) -> Algorithm:
     """Return HeteroFL: a client trains the first units of every layer, as many as its rate says.
 
@@ -54,16 +74,69 @@ def hetero_fl(
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: rule that chooses submodels in place of the first units, such as `raafl.parts.RateSelect`; leave out
             rates then.
+        drawn: whether a client's rate is drawn from the list `rates` for each round, each equally likely, in place of
+            being its own; the paper's dynamic levels.
+
+    Raises:
+        BadInput: `drawn` is true, but `rates` is no list, or `submodel` is given.
     """
+    levels = LEVELS if rates is None else rates
+    if not drawn:
+        select = by_rate(submodel, "leading", rates, LEVELS)
+    elif submodel is None and isinstance(levels, Sequence):
+        select = DrawnRates(tuple(levels))
+    else:
+        raise BadInput(
+            "drawn is true, so each client's rate is drawn from a list: give rates as a list of numbers, or leave them out, "
+            "and leave submodel out"
+        )
     return Algorithm(
         name="hetero_fl",
         paper="Diao et al. 2021",
         sample=Sample(cohort, concurrency),
-        select=by_rate(submodel, "leading", rates, LEVELS),
+        select=select,
         local=Local(rescale=rescale, masked=masked),
         trigger=AllReported(),
         merge=by_class(Mean(by_samples=by_samples), masked),
     )
+
+
+@dataclass(frozen=True)
+class DrawnRates(Select):
+    """Select part: a client trains the first units of every layer, at a rate that is drawn for each version of the model.
+
+    Attributes:
+        rates: shares of each layer's units, which are equally likely.
+    """
+
+    rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        RateSelect(rates=list(self.rates))  # refuses what is no share
+
+    def _at(self, rate: float) -> RateSelect:
+        return RateSelect("leading", rate, "width")
+
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
+        """Return the client's work at the rate drawn for it; raises `BadInput` if no size fits its memory."""
+        drawn = derive_seed(fleet.seed, "rate", client.id, fleet.state.version) % len(self.rates)
+        return self._at(self.rates[drawn])(client, fleet)
+
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Delete the cached sizes of the client's submodels."""
+        for rate in self.rates:
+            self._at(rate).forget(client, fleet)
+
+    def check(self, fleet: SelectContext) -> list[str]:
+        """Return a problem for each client whose memory allows no submodel."""
+        return self._at(min(self.rates)).check(fleet)
+
+    def notes(self, fleet: SelectContext) -> list[str]:
+        """Return a warning if no dimension of the model can be cut, so that rates have no effect."""
+        return self._at(min(self.rates)).notes(fleet)
+
+    def __str__(self) -> str:
+        return f"leading units, in each round one of {', '.join(f'{rate:g}' for rate in self.rates)} of the width"
 
 
 def by_class(mean: Mean, masked: bool) -> Merge:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from raafl.algorithms import hetero_fl
@@ -58,3 +60,36 @@ def test_masking_makes_a_difference_where_classes_are_missing(tmp_path):
         finish(experiment(tmp_path / str(masked), hetero_fl(masked=masked), **more)).digest for masked in (True, False)
     }
     assert len(digests) == 2
+
+
+def test_drawn_rates_are_drawn_anew_in_each_round_and_equally_often():
+    coordinator = coordinator_for(hetero_fl(rates=[1.0, 0.5], drawn=True), min_clients=2)
+    tasks = assigned(join(coordinator, [1, 2]))
+    specs: dict[int, list[str]] = {1: [], 2: []}
+    for _ in range(100):
+        for client, task in tasks.items():
+            specs[client].append(str(task.spec))
+        answer(coordinator, tasks[1], 1.0)
+        tasks = assigned(answer(coordinator, tasks[2], 3.0))
+    for drawn in specs.values():
+        assert set(drawn) == {"full", "hidden[0:2]"}
+        assert 30 <= drawn.count("full") <= 70  # 50 expected, four standard deviations of 5
+    assert specs[1] != specs[2]
+
+
+def test_one_drawn_rate_is_that_rate(tmp_path):
+    digests = {
+        finish(experiment(tmp_path / str(drawn), hetero_fl(rates=[0.5], drawn=drawn), max_updates=4)).digest
+        for drawn in (True, False)
+    }
+    assert len(digests) == 1
+
+
+def test_drawn_rates_need_a_list():
+    others: list[dict[str, Any]] = [{"rates": 0.5}, {"rates": {"phone": 0.5}}, {"submodel": RateSelect()}]
+    for other in others:
+        with pytest.raises(BadInput, match=r"drawn is true, so each client's rate is drawn from a list: give rates as"):
+            hetero_fl(**other, drawn=True)
+    for wrong in [list[float](), [0.5, 1.5]]:
+        with pytest.raises(BadInput, match=r"rates is empty|a rate in rates is 1.5"):
+            hetero_fl(rates=wrong, drawn=True)

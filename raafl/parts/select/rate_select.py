@@ -222,7 +222,7 @@ class RateSelect(Select):
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the cached size of the client's submodel; other clients' submodels do not depend on it."""
-        fleet.cache.pop(client.id, None)
+        fleet.cache.pop((client.id, self.rate(client)), None)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget the client's measured speed, since it may have joined from another device."""
@@ -274,9 +274,10 @@ class RateSelect(Select):
 
     def _size(self, client: ClientInfo, fleet: SelectContext) -> float:
         """Return the share of each axis's units that the client gets, 0 to 1."""
-        if client.id not in fleet.cache:
-            fleet.cache[client.id] = self._largest_size(client, fleet)
-        size: float = fleet.cache[client.id]
+        key = (client.id, self.rate(client))
+        if key not in fleet.cache:
+            fleet.cache[key] = self._largest_size(client, fleet)
+        size: float = fleet.cache[key]
         return size
 
     def _largest_size(self, client: ClientInfo, fleet: SelectContext) -> float:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Curve = Sequence[tuple[float, float]]
 """Time in seconds and value of each evaluation, in order."""
@@ -123,10 +124,14 @@ def _excess(ours: Sequence[float], theirs: Sequence[float]) -> int:
     return sum((one > other) - (one < other) for one in ours for other in theirs)
 
 
-def _null(times: Sequence[float], num: int) -> dict[int, int]:
+def _null(times: Sequence[float], num: int) -> Mapping[int, int]:
     """Compute the null distribution of `_excess`: by value, the number of ways to choose ``num`` of the runs that give it."""
     # pairs within the choice cancel, so the excess over the others is the sum of each run's excess over all runs
-    excesses = [_excess([one], times) for one in times]
+    return _chosen(tuple(sorted(_excess([one], times) for one in times)), num)
+
+
+@lru_cache(maxsize=64)  # without ties it is the same for all pairs of groups of these sizes
+def _chosen(excesses: tuple[int, ...], num: int) -> Mapping[int, int]:
     ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(num))]
     for excess in excesses:
         for chosen in range(num, 0, -1):

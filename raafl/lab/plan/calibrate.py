@@ -1,7 +1,8 @@
 """Fit device profiles to the tasks of a real run, and compare real runs with the virtual clock.
 
 A task's seconds are those between its assignment and its arrival, both on the server's clock: the transfers, the training and
-what the server does between them. They are fitted by ``slowdown x predicted computation + overhead + predicted transfers``.
+what the server does between them. They are fitted by ``slowdown x predicted computation + overhead x round trips + predicted
+transfers``; a task has one round trip, and one more for each exchange with the server in mid-task.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from raafl.runfolder.schema import JournalRow
 MOST_FITTED = 20
 """Largest number of tasks of a client to which its profile is fitted; the others are held out."""
 _SPREAD = 1.25
-"""The computation of a client's tasks must differ by this factor before an overhead can be told from a slower device."""
+"""The computation per round trip of a client's tasks must differ by this factor before an overhead can be told from a slower
+device."""
 _OUTLIER = 5.0
 """A task that takes this many times what the fit says is left out of it: the machine slept, or was swapped out."""
 _ROUNDING_S = 1e-4
@@ -50,6 +52,7 @@ class TimedTask:
     compute_s: float  # predicted seconds of computation, by the device profile before calibration
     link_s: float  # predicted seconds of transfers, by the same profile
     pace_s: float = 0.0  # minimum seconds that emulation of a device imposed on the task; 0 = none
+    round_trips: int = 1  # the task and its update, and each exchange with the server between them
 
     @property
     def seconds(self) -> float:
@@ -63,7 +66,9 @@ class Fit:
 
     client: int  # id of the client
     slowdown: float  # factor on predicted computation time
-    overhead_s: float  # seconds that every task takes in addition, whatever its size
+    overhead_s: (
+        float  # seconds that every round trip to the server takes in addition: one of each task, and its exchanges
+    )
     jitter: float  # standard deviation of the logarithm of a task's speed
     num_fitted: int  # number of tasks used for the fit
     num_held_out: int = 0  # number of further tasks on which the fit was checked
@@ -75,7 +80,8 @@ class Fit:
 
     def expected_s(self, task: TimedTask) -> float:
         """Return the predicted duration of a task in seconds, including the average effect of jitter."""
-        return self.slowdown * task.compute_s * math.exp(self.jitter**2 / 2) + self.overhead_s + task.link_s
+        compute_s = self.slowdown * task.compute_s * math.exp(self.jitter**2 / 2)
+        return compute_s + self.overhead_s * task.round_trips + task.link_s
 
     def profile(self, base: Profile) -> Profile:
         """Return a device profile with the fitted speeds; its recorded changes of speed are dropped, since jitter covers them."""
@@ -211,7 +217,14 @@ def _timed(task: Assignment, arrived_s: float, client: ClientInfo, fleet: Select
     work = Work(task.spec, task.region, task.num_epochs, task.num_steps, task.extra)
     time = fleet.task_time(client, work)
     return TimedTask(
-        task.client, task.incarnation, task.assigned_s, arrived_s, time.compute_s, time.down_s + time.up_s, task.pace_s
+        task.client,
+        task.incarnation,
+        task.assigned_s,
+        arrived_s,
+        time.compute_s,
+        time.down_s + time.up_s,
+        task.pace_s,
+        1 + fleet.cost(task.spec, task.extra).num_exchanges,
     )
 
 
@@ -249,39 +262,40 @@ def _fit(client: int, tasks: Sequence[TimedTask], most: int) -> Fit:
 def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
     """Fit the slowdown, overhead and jitter of one client to its tasks, by least squares of relative errors.
 
-    An overhead is fitted only if the tasks differ enough in size; otherwise the whole difference counts as slower
-    computation.
+    An overhead is fitted only if the tasks differ enough in their computation per round trip; otherwise the whole
+    difference counts as slower computation.
 
     Raises:
         BadInput: a task has no predicted computation time.
     """
-    compute = np.array([task.compute_s for task in tasks])
+    compute, trips = np.array([(task.compute_s, float(task.round_trips)) for task in tasks]).T
     real = np.array([max(task.seconds - task.link_s, _ROUNDING_S) for task in tasks])
     if not (compute > 0).all():
         raise BadInput(f"the profile of client {client} has no flops_per_s: {_GIVE_BASE}")
-    slowdown, overhead_s = _line(compute, real)
-    sound = real <= _OUTLIER * (slowdown * compute + overhead_s)
+    slowdown, overhead_s = _line(compute, trips, real)
+    sound = real <= _OUTLIER * (slowdown * compute + overhead_s * trips)
     if sound.any() and not sound.all():
-        compute, real = compute[sound], real[sound]
-        slowdown, overhead_s = _line(compute, real)
-    logs = np.log(np.maximum(real - overhead_s, _ROUNDING_S) / (slowdown * compute))
+        compute, trips, real = compute[sound], trips[sound], real[sound]
+        slowdown, overhead_s = _line(compute, trips, real)
+    logs = np.log(np.maximum(real - overhead_s * trips, _ROUNDING_S) / (slowdown * compute))
     jitter = float(np.std(logs)) if len(logs) > 2 else 0.0
     jitter = 0.0 if jitter < 1e-3 else min(jitter, 2.0)
     # the model divides computation by a lognormal factor; the mean of its inverse is exp(jitter^2 / 2)
     return Fit(client, slowdown / math.exp(jitter**2 / 2), overhead_s, jitter, len(tasks))
 
 
-def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
-    """Fit real seconds as a line in predicted ones, by least squares of relative errors.
+def _line(compute: Numbers, trips: Numbers, real: Numbers) -> tuple[float, float]:
+    """Fit real seconds by predicted ones of computation and by round trips, by least squares of relative errors.
 
-    Returns slope and intercept, both at least 0; the intercept is 0 if the predicted seconds hardly differ.
+    Returns the seconds of a predicted second and of a round trip, both at least 0; the second is 0 if the computation per
+    round trip hardly differs.
     """
     alone = float((real / compute).mean()), 0.0
-    if compute.max() < _SPREAD * compute.min():
+    if (compute / trips).max() < _SPREAD * (compute / trips).min():
         return alone
-    columns = np.stack([compute / real, 1 / real], axis=1)
-    slope, intercept = map(float, np.linalg.lstsq(columns, np.ones(len(real)), rcond=None)[0])
-    return (slope, intercept) if slope > 0 and intercept > 0 else alone
+    columns = np.stack([compute / real, trips / real], axis=1)
+    slope, overhead_s = map(float, np.linalg.lstsq(columns, np.ones(len(real)), rcond=None)[0])
+    return (slope, overhead_s) if slope > 0 and overhead_s > 0 else alone
 
 
 def profiles_of(run: RealRun, fits: Mapping[int, Fit]) -> dict[int, Profile]:

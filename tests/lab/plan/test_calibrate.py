@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from raafl.algorithms import split_fed
+from raafl.algorithms.split_fed.exchange import KEY
 from raafl.commands.cli import main
-from raafl.config.parse import parse
-from raafl.core.types import ClientInfo
+from raafl.config.parse import load_experiment, parse
+from raafl.core.types import Assignment, ClientInfo
 from raafl.devices import Profile, assign
 from raafl.devices.files import load_devices, write_rows
 from raafl.errors import BadInput
@@ -17,6 +19,7 @@ from raafl.lab.plan.calibrate import (
     MOST_FITTED,
     Fit,
     TimedTask,
+    _timed,
     calibrate,
     check,
     device_rows,
@@ -24,6 +27,8 @@ from raafl.lab.plan.calibrate import (
     profiles_of,
     read_real,
 )
+from raafl.lab.plan.dry import World
+from raafl.submodel import FULL
 from tests.helpers.real_ranks import ranks
 
 
@@ -67,6 +72,39 @@ def test_the_mean_of_the_jitter_is_the_mean_of_the_tasks():
 def test_a_task_of_a_machine_that_slept_is_left_out():
     rows = [(1.0, 0.0, 2.0)] * 9
     assert fit_tasks(1, tasks(*rows, (1.0, 0.0, 500.0))).slowdown == 2.0
+
+
+def test_an_overhead_counts_once_for_each_exchange_of_a_task_as_the_latency_of_its_profile_does():
+    """Seconds are 2 x computation + 0.1 for a task's round trip and 0.1 for each of 0, 9 or 39 exchanges in it."""
+    base = Profile("any", 1.0e9, latency_s=0.05)
+    sizes = ((1.0, 0), (4.0, 9), (2.0, 39))
+    done = []
+    for flops, exchanges in sizes:
+        time = base.task_time(flops * 1e9, 0, 0, num_exchanges=exchanges)
+        seconds = 2 * time.compute_s + time.down_s + time.up_s + 0.1 * (1 + exchanges)
+        done.append(TimedTask(1, 0, 0.0, seconds, time.compute_s, time.down_s + time.up_s, round_trips=1 + exchanges))
+    fit = fit_tasks(1, done)
+    assert (fit.slowdown, fit.overhead_s, fit.jitter) == (pytest.approx(2.0), pytest.approx(0.1), 0.0)
+    fitted = fit.profile(base)
+    for task, (flops, exchanges) in zip(done, sizes, strict=True):
+        assert fit.expected_s(task) == pytest.approx(task.seconds)
+        assert fitted.task_time(flops * 1e9, 0, 0, num_exchanges=exchanges).total_s == pytest.approx(task.seconds)
+
+
+def test_an_overhead_of_tasks_whose_exchanges_grow_with_them_is_slower_computation():
+    """In split learning each batch is an exchange: 1 s of computation and 0.1 s more for each of 10 or 100 batches."""
+    done = [TimedTask(1, 0, 0.0, 1.1 * num, 1.0 * num, 0.0, round_trips=1 + num) for num in (10, 100, 10, 100)]
+    fit = fit_tasks(1, done)
+    assert (fit.slowdown, fit.overhead_s) == (pytest.approx(1.1), 0.0)
+
+
+def test_the_exchanges_of_a_task_are_those_of_its_method():
+    fleet = World(load_experiment("configs/quickstart.yaml", "--algorithm", "split_fed")).fleet(split_fed())
+    client = ClientInfo(1, 100, Profile("any", 1.0e9))
+    work = {"spec": FULL, "region": 0, "num_epochs": 1, "num_steps": None, "seed": 0, "assigned_s": 2.0}
+    for extra, trips in (({}, 1), ({KEY: {"batches": 7, "samples": 100}}, 8)):
+        task = Assignment(id=1, client=1, incarnation=0, task=1, version=0, extra=extra, **work)
+        assert _timed(task, 3.0, client, fleet).round_trips == trips
 
 
 def test_a_profile_has_the_fitted_speeds_and_hides_them_from_a_check():

@@ -30,7 +30,7 @@ from raafl.lab.report.overview import check_figure, draw
 from raafl.lab.report.page import Table, escaped, page, plotly_js, table_html
 from raafl.runfolder.reading import read
 from raafl.submodel import FULL
-from raafl.units import duration, size
+from raafl.units import duration, quantity, size
 
 
 def result(
@@ -398,8 +398,10 @@ def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) ->
                 end = ": it is the same for all seeds, so no test can show it."
             elif gap["excludes_0"] and not gap["shown"]:
                 end = f"; with {gap['tests']} rows tested, no difference is shown (p {p_value(gap['p_holm'])} by Holm)."
+            failed = f"; {quantity(row['failed'], 'run')} failed" if row.get("failed") else ""
             found.append(
-                f"{row['row']}: {metric} is {size} {side} that of {quoted(reference)} (95 % interval, {gap['num']} seeds){end}"
+                f"{row['row']}: {metric} is {size} {side} that of {quoted(reference)} "
+                f"(95 % interval, {gap['num']} seeds{failed}){end}"
             )
     return found
 

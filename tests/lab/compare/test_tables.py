@@ -49,7 +49,9 @@ def test_an_interval_without_width_has_no_long_row_of_digits():
 
 def test_nothing_is_said_that_an_interval_does_not_show():
     c, d = report.sentences(ROWS, "A & B_1", "accuracy")
-    assert c == "C: accuracy is 0.10 ± 0.30 below that of A & B_1 (95 % interval, 2 seeds), so no difference is shown."
+    assert c == (
+        "C: accuracy is 0.10 ± 0.30 below that of A & B_1 (95 % interval, 2 seeds; 1 run failed), so no difference is shown."
+    )
     assert d == "D: accuracy is 0.25 ± 0.12 above that of A & B_1 (95 % interval, 2 seeds)."
 
 

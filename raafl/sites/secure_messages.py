@@ -20,6 +20,7 @@ opened   UPDATE                    none                         `revealed`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -30,6 +31,7 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.restoring import group_from_json
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.errors import TaskFailed
+from raafl.log import warn_once
 from raafl.parts.protect.secure.group import (
     COMMITMENT_BYTES,
     OUT_OF_RANGE,
@@ -39,6 +41,7 @@ from raafl.parts.protect.secure.group import (
     GroupMember,
     IntegerLayouts,
     OutOfRange,
+    can_be_summed,
     reveal_bytes,
     share_bytes,
 )
@@ -53,6 +56,7 @@ from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, SpecError
 from raafl.transport import Refused
 
+_log = logging.getLogger(__name__)
 KEY_BYTES = 32
 MAX_PROOF_CHARACTERS = 8000
 MAX_NAME = 64
@@ -385,6 +389,16 @@ class SecureGroups:
             return len(ready) >= trigger.size or (num_out == len(ready) and len(ready) >= self.least)
         return num_out == len(ready)
 
+    def num_together(self, specs: Sequence[Spec]) -> int:
+        """Return how many clients of a group, from the first, are summed at once: all, or a half, a quarter and so on.
+
+        It is not all if submodels overlap in too many ways for one sum; the others, `least` or more, are summed next.
+        """
+        num, layouts = len(specs), IntegerLayouts(self.coordinator.state.submodels)
+        while num // 2 >= self.least and not can_be_summed(layouts, specs[:num]):
+            num = -(-num // 2)
+        return num
+
     def scale(self, assignments: Iterable[Assignment]) -> float:
         """Return the largest weight of an update in a group; all weights are divided by it, so that none is above 1.
 
@@ -430,7 +444,8 @@ class SecureGroups:
             layouts, options = IntegerLayouts(self.coordinator.state.submodels), self.merge.options
             try:
                 mask_and_open_(numbers, specs, layouts, self.merge.min_cover, options.threshold)
-            except CannotOpen:
+            except CannotOpen as error:
+                warn_once(_log, f"a sum could not be read: {error}")
                 opened = False
         group = SumGroup(tuple(assignment.id for assignment, _ in pairs), scale, masked)
         for _, update in pairs:
@@ -454,10 +469,15 @@ class SimulatedSums(ClockExtension):
 
     def turned(self) -> None:
         """Train, encode and sum the tasks of a group once all of its clients are ready."""
+        simulation = self.simulation
+        while not simulation.reason and simulation.error is None and self._groups.is_complete(self._ready):
+            self._sum()
+
+    def _sum(self) -> None:
         groups, simulation = self._groups, self.simulation
-        if not groups.is_complete(self._ready):
-            return
         dues = list(self._ready.values())[: groups.merge.point.num_members]
+        if groups.merge.options.simulate_masks:
+            dues = dues[: groups.num_together([due.assignment.spec for due in dues])]
         scale = groups.scale(due.assignment for due in dues)
         updates = []
         try:

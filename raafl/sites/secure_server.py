@@ -225,12 +225,20 @@ class SecureAggregator:
 
     def _form(self, now: float) -> None:
         groups = self._groups
-        chosen = dict(sorted(list(self._ready.items())[: groups.merge.point.num_members]))
+        first = list(self._ready.items())[: groups.merge.point.num_members]
+        chosen = dict(sorted(first[: groups.num_together([step.assignment.spec for _, step in first])]))
         for key in chosen:
             del self._ready[key]
         group = self._group(chosen)
         scale = max(groups.merge.weights(group).values(), default=1.0) or 1.0
-        running = _Running(Opening(group, self._layouts), scale, chosen, now + groups.merge.options.step_s)
+        try:
+            opening = Opening(group, self._layouts)
+        except CannotOpen as error:
+            self._note(f"a sum could not be read: {error}")
+            for step in chosen.values():
+                step.replies.put(None)
+            return
+        running = _Running(opening, scale, chosen, now + groups.merge.options.step_s)
         self._running, running.here = running, dict(chosen)
         if len(chosen) < groups.least:
             self._fail(running, f"{len(chosen)} clients are too few for a sum")

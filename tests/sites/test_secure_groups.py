@@ -13,10 +13,11 @@ from raafl.core.options import Compress, Guard, Privacy, Rounds, SecureAggregati
 from raafl.core.types import Assign, Joined
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
+from raafl.parts.select.rate_select import RateSelect
 from raafl.runfolder import checkpoint_reader
 from raafl.runtime.setup import build, make_executor
 from tests.helpers.crash import crash
-from tests.helpers.small_runs import COMING_AND_GOING, equal_replay, experiment, finish
+from tests.helpers.small_runs import COMING_AND_GOING, equal_replay, experiment, finish, unequal
 
 ON = SecureAggregation(min_cover=2)
 MASKED = replace(ON, simulate_masks=True)
@@ -38,6 +39,36 @@ def test_masks_change_no_bit_and_a_run_replays(tmp_path, algorithm):
         assert equal_replay(experiment(tmp_path / "again", algorithm, secure_aggregation=options), run)
     told = masked.summary["secure_aggregation"]
     assert told["sums"] == 12 // len(arrived[0]["group"]) and told["unsound"] == 0
+
+
+RANDOM = ra_fed(submodel=RateSelect(selector="random", rates=0.5))
+
+
+def test_submodels_that_overlap_in_too_many_ways_are_summed_in_parts(tmp_path, monkeypatch):
+    """Eight clients with random halves: one sum with up to 2^8 cells, or two of four clients with up to 2^4 each."""
+    fields = {
+        "secure_aggregation": MASKED,
+        "clients": 8,
+        "devices": unequal([8e7, 5e7, 3e7, 2e7] * 2),
+        "max_updates": 16,
+    }
+    whole = finish(experiment(tmp_path / "whole", RANDOM, **fields)).summary
+    assert (whole["secure_aggregation"]["sums"], whole["updates_merged"], whole["versions"]) == (2, 16, 2)
+    monkeypatch.setattr("raafl.parts.protect.secure.group.MAX_CELLS", 16)
+    run = finish(experiment(tmp_path / "parts", RANDOM, **fields))
+    assert {len(row["group"]) for row in run.events("arrived")} == {4}
+    told = run.summary["secure_aggregation"]
+    assert (told["sums"], told["unsound"], run.summary["updates_merged"], run.summary["versions"]) == (4, 0, 16, 2)
+    assert equal_replay(experiment(tmp_path / "again", RANDOM, **fields), run)
+
+
+def test_submodels_that_cannot_be_summed_in_parts_are_refused_with_the_remedy(tmp_path, monkeypatch, caplog):
+    """Groups of four cannot be divided, since three hide each other."""
+    monkeypatch.setattr("raafl.parts.protect.secure.group.MAX_CELLS", 5)
+    run = finish(experiment(tmp_path / "run", RANDOM, secure_aggregation=MASKED)).summary
+    assert "every client were refused" in run["finished"] and run["updates_refused"]["not-opened"] >= 4
+    assert "a sum could not be read: bad-group: the submodels of 4 clients overlap in" in caplog.text
+    assert "can be summed: use fewer rates or smaller groups" in caplog.text
 
 
 def tasks_of(made):

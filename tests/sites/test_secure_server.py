@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from raafl.algorithms import fed_avg, fed_buff, hetero_fl
+from raafl.algorithms import fed_avg, fed_buff, hetero_fl, ra_fed
 from raafl.core.options import Guard, Privacy, Rounds, SecureAggregation
-from raafl.core.types import Arrived, Assign
+from raafl.core.select import Select
+from raafl.core.types import Arrived, Assign, Work
 from raafl.data.partition import Dirichlet
 from raafl.parts.protect.secure.group import IntegerLayouts
 from raafl.parts.protect.secure.member import Member
@@ -30,6 +31,7 @@ from raafl.sites.secure_messages import (
     to_tensors,
 )
 from raafl.sites.secure_server import SecureAggregator, SecureStep
+from raafl.submodel import Spec
 from tests.helpers.coordinators import coordinator_for, join
 from tests.helpers.real_ranks import Ranks
 from tests.helpers.small_runs import equal_replay, experiment, finish
@@ -187,6 +189,52 @@ def test_the_aggregator_waits_for_all_and_reads_their_sum(aggregator):
     updates = one.look(0.0)
     assert len(updates) == 4 and not one.is_running
     assert merged(coordinator, updates).eq(2.5).all()  # (1 + 2 + 3 + 4) / 4
+
+
+@dataclass(frozen=True)
+class Kept(Select):
+    """Each client keeps units of its own of the four hidden ones."""
+
+    units: tuple[tuple[int, ...], ...]
+
+    def __call__(self, client, fleet):
+        return Work(Spec.select({"hidden": self.units[client.id - 1]}))
+
+
+def overlapping(*units):
+    """An aggregator, clients that keep these units of the model for a round, and the notes."""
+    algorithm, num = secured(ra_fed(submodel=Kept(units)), ON, Rounds(), Guard(), Privacy(), len(units)), len(units)
+    coordinator = coordinator_for(algorithm, min_clients=num, num_clients=num)
+    tasks = [action.assignment for action in join(coordinator, range(1, num + 1)) if isinstance(action, Assign)]
+    notes: list[str] = []
+    one = SecureAggregator(SecureGroups.of(coordinator), notes.append)
+    layouts = IntegerLayouts(coordinator.state.submodels)
+    return coordinator, one, [Hand(task, one, layouts) for task in tasks], notes
+
+
+def test_submodels_that_overlap_in_too_many_ways_are_summed_in_parts(monkeypatch):
+    """Together five ways: a set of clients for each unit, and all of them for the bias; three and three have four."""
+    monkeypatch.setattr("raafl.parts.protect.secure.group.MAX_CELLS", 4)
+    coordinator, one, hands, notes = overlapping((0, 1), (0, 2), (0, 3), (1, 2, 3), (1, 2), (1,))
+    for some in (hands[:3], hands[3:]):
+        assert one.look(0.0) == [] and one.is_running and coordinator.state.version == 0
+        updates = together(one, some, Hand.share, masks, Hand.sign, Hand.reveal)
+        assert [update.client for update in updates] == [hand.assignment.client for hand in some]
+        merged(coordinator, updates)
+    assert coordinator.state.version == 1 and not notes
+    # units 0 and 1 have three clients or more, unit 2 two in the second sum alone, unit 3 one in each
+    assert coordinator.state.values["fc1.weight"].ne(0).all(1).tolist() == [True, True, True, False]
+
+
+def test_submodels_that_cannot_be_summed_are_refused_and_everyone_is_told(monkeypatch):
+    monkeypatch.setattr("raafl.parts.protect.secure.group.MAX_CELLS", 4)
+    _, one, hands, notes = overlapping((0, 1), (0, 2), (0, 3), (1, 2, 3))
+    assert one.look(0.0) == [] and not one.is_running
+    assert [hand.heard() for hand in hands] == [None] * 4
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        "a sum could not be read: bad-group: the submodels of 4 clients overlap in 5 different ways"
+    )
 
 
 def test_a_client_that_is_too_slow_is_left_out_and_told(aggregator):

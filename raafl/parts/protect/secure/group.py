@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -283,7 +283,7 @@ class Coverage:
             specs: submodel of each member, by its id.
 
         Raises:
-            BadInput: there are more than `MAX_CELLS` cells.
+            CannotOpen: bad-group: there are more than `MAX_CELLS` cells.
         """
         self._layouts = layouts
         self.specs = {member_id: layouts.submodels.normal(spec.without_base) for member_id, spec in specs.items()}
@@ -297,9 +297,10 @@ class Coverage:
                 layouts.plan(spec, torch.int64).cover_(whole, 1 << bit)
             found, places = _numbered(codes.numpy(), len(some) + (len(cells) - 1).bit_length())
             if len(found) > MAX_CELLS:
-                raise BadInput(
-                    f"secure_aggregation: a group's submodels overlap in {len(found)} different ways or more, at most "
-                    f"{MAX_CELLS} can be summed: use fewer rates or smaller groups"
+                raise CannotOpen(
+                    f"the submodels of {len(specs)} clients overlap in {len(found)} different ways or more, at most "
+                    f"{MAX_CELLS} can be summed: use fewer rates or smaller groups",
+                    "bad-group",
                 )
             codes.copy_(torch.from_numpy(places))
             cells = [
@@ -362,6 +363,17 @@ class Coverage:
         cells = self.cells_of(member_id)
         chosen = cells == cell
         return slice(None) if chosen.all() else chosen
+
+
+def can_be_summed(layouts: IntegerLayouts, specs: Sequence[Spec]) -> bool:
+    """Check whether clients with these submodels can be summed in one group, which has at most `MAX_CELLS` cells."""
+    if 2 ** len(set(specs)) <= MAX_CELLS:
+        return True
+    try:
+        Coverage(layouts, dict(enumerate(specs)))
+    except CannotOpen:
+        return False
+    return True
 
 
 def _numbered(codes: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:

@@ -212,7 +212,8 @@ def test_too_many_ways_to_overlap_are_refused(wide, monkeypatch):
     monkeypatch.setattr("raafl.parts.protect.secure.group.MAX_CELLS", 5)
     ways = len(set(holders_by_hand(wide, SPECS)))
     with pytest.raises(
-        BadInput, match=f"a group's submodels overlap in {ways} different ways or more, at most 5 can be s"
+        CannotOpen,
+        match=f"bad-group: the submodels of {len(SPECS)} clients overlap in {ways} different ways or more, at most 5",
     ):
         Coverage(wide, SPECS)
 

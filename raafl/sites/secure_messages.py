@@ -46,7 +46,7 @@ from raafl.parts.protect.secure.group import (
     share_bytes,
 )
 from raafl.parts.protect.secure.member import SIGNATURE_BYTES, mask_and_open_
-from raafl.parts.protect.secure.merge import SecureSum
+from raafl.parts.protect.secure.merge import SecureSum, smallest_group
 from raafl.parts.trigger import Buffered
 from raafl.runfolder.schema import JournalRow
 from raafl.runtime.extensions import ReplayExtension
@@ -378,7 +378,7 @@ class SecureGroups:
     @property
     def least(self) -> int:
         """Smallest number of clients in a group, so that the sum of their updates does not reveal a single update."""
-        return max(self.merge.min_cover, 3)
+        return smallest_group(self.merge.options)
 
     def is_complete(self, ready: Collection[int]) -> bool:
         """Check whether a group is complete, so that its updates are summed now instead of waiting for more clients."""

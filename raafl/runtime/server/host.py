@@ -90,7 +90,7 @@ def host(
     ):
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
-            min_clients = min_clients or before or experiment.clients
+            min_clients = _at_start(experiment, min_clients or before or experiment.clients, is_new=saved is None)
         parts = build(
             experiment,
             pace=experiment.emulate and experiment.devices is not None,
@@ -132,6 +132,24 @@ def host(
         reason = server.run()
         service.stopping()
         return run.finish(reason, server.now, server.error), run.folder
+
+
+def _at_start(experiment: Experiment, wanted: int, *, is_new: bool) -> int:
+    """Return the number of clients with which a run starts: ``wanted``, or as many as a sum of masked updates needs.
+
+    Raises `BadInput` if the second are more and the run is new; one that a supervisor restarts wants one client.
+    """
+    if not experiment.secure_aggregation.is_on:
+        return wanted
+    from raafl.parts.protect.secure.merge import smallest_group
+
+    least = smallest_group(experiment.secure_aggregation)
+    if is_new and wanted < least:
+        raise BadInput(
+            f"min_clients is {wanted}, but secure_aggregation sums the updates of {least} clients or more: give {least} to "
+            f"{experiment.clients}"
+        )
+    return max(wanted, least)
 
 
 @contextmanager

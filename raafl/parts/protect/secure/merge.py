@@ -315,6 +315,11 @@ def secured(
     return replace(algorithm, merge=merge, trigger=trigger)
 
 
+def smallest_group(options: SecureAggregation) -> int:
+    """Return the smallest number of clients in a group, so that the sum of their updates does not reveal a single update."""
+    return max(options.min_cover or 0, 3)
+
+
 def _group_size(algorithm: Algorithm, num_clients: int) -> int:
     """Return the number of clients in one sum: the size of the buffer, or else of a round."""
     if isinstance(algorithm.trigger, Buffered):
@@ -349,9 +354,12 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
 
 def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -> Iterator[str]:
     """Yield each reason for which groups of clients would be too small to be unmasked, or could never form."""
-    size, most = _group_size(algorithm, num_clients), options.min_cover or 0
-    if size < max(most, 3):
-        yield f"secure_aggregation.min_cover is {most} for groups of {size} clients: use {max(most, 3)} clients or more in each"
+    size, least = _group_size(algorithm, num_clients), smallest_group(options)
+    if size < least:
+        yield (
+            f"secure_aggregation.min_cover is {options.min_cover} for groups of {size} clients: use {least} clients or more "
+            "in each"
+        )
     if size > MAX_SHARES:
         yield f"secure_aggregation sums {size} clients at a time: use a cohort of {MAX_SHARES} or fewer"
     sample = algorithm.sample

@@ -21,6 +21,7 @@ from raafl.errors import BadInput
 from raafl.log import in_notebook
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder.books import check_books
+from raafl.runfolder.journal import RunFolder
 from raafl.runtime.run import Run, simulate
 from tests.helpers.small_runs import Finished, digits, equal_replay, experiment, finish, small_mlp, unequal
 
@@ -238,6 +239,27 @@ class Killed(Exception):
 def killed(run, *_):
     run.saver.wait()
     raise Killed
+
+
+def test_a_run_that_was_killed_before_its_end_was_sealed_is_resumed(tmp_path, monkeypatch):
+    """It could not go on, and an audit of it told for ever that seals were removed."""
+    made, seal = {"algorithm": "fed_async"}, RunFolder.seal
+
+    def until_the_end(writer, *given, final=False):
+        if final:
+            raise Killed
+        seal(writer, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "seal", until_the_end)
+        with pytest.raises(Killed):
+            simulate(experiment(tmp_path / "run", **made))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["finished"] == "max_updates" and check_books(tmp_path / "run").findings
+    resumed = Finished(*simulate(experiment(None, **made, resume=str(tmp_path / "run"))))
+    assert resumed.digest == summary["model_digest"] and not check_books(resumed.folder).findings
+    with pytest.raises(BadInput, match="whose run is finished"):
+        simulate(experiment(None, **made, resume=str(resumed.folder)))
 
 
 def test_a_stopped_run_that_was_resumed_and_killed_at_its_end_is_resumed_once_more(tmp_path, monkeypatch):

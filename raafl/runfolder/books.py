@@ -20,6 +20,11 @@ from raafl.units import quantity
 UNSIGNED: Final = "unsigned"
 ALTERED: Final = "altered"
 SIGNED: Final = "signed"
+END_UNSEALED: Final = (
+    f"{SEALS}: the run has ended, and its end is not sealed: seals were removed or could not be written, or the run was "
+    "killed just then, and --resume makes up for it"
+)
+"""Finding of a run that has a summary, but no final seal."""
 
 
 @dataclass
@@ -198,9 +203,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
     elif seals and not books.final and (folder / SUMMARY).is_file():
         was_resumed = any(seal.data.get("final") is True for _, seal in seals)
         kind = books.notes if was_resumed else books.findings
-        kind.append(
-            f"{SEALS}: the run has ended, and its end is not sealed: seals were removed, or could not be written"
-        )
+        kind.append(END_UNSEALED)
 
 
 def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:

@@ -28,7 +28,7 @@ from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
-from raafl.runfolder.books import check_books, cut_incomplete_row
+from raafl.runfolder.books import END_UNSEALED, check_books, cut_incomplete_row
 from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
@@ -47,6 +47,7 @@ from raafl.runfolder.schema import (
     JournalRow,
     TableSeal,
 )
+from raafl.runfolder.seals import read_seals
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout
 
@@ -108,12 +109,15 @@ def load(folder: Path, runtime: str) -> SavedRun:
 
 
 def has_ended(folder: Path) -> bool:
-    """Check whether a run whose last checkpoint is its end has also made its last evaluation and its summary.
+    """Check whether a run whose last checkpoint is its end has also made its last evaluation and its summary, and sealed it.
 
     A summary from before the run was resumed has another reason, such as that it was stopped.
     """
     summary = read_summary(folder)
-    return summary is not None and summary.get("finished") in ENDS
+    if summary is None or summary.get("finished") not in ENDS:
+        return False
+    seals = read_seals(folder / SEALS) if (folder / SEALS).is_file() else []  # none: of a version before them
+    return not seals or (seals[-1] is not None and seals[-1].data.get("final") is True)
 
 
 @contextmanager
@@ -429,7 +433,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
     try:
         check_privacy(saved, run.parts.experiment)
         # check before new seals are written, which would hide changes of sealed files
-        altered = check_books(run.folder).findings
+        altered = [finding for finding in check_books(run.folder).findings if finding != END_UNSEALED]
         _make_whole(run.folder)
         run.record = RunRecord(None, run.parts.experiment.targets(), figures=run.figures())
         with restoring(saved), run.norms.untouched(coordinator.state.values):

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
@@ -26,7 +26,8 @@ from raafl.watch.state import ClientProgress, ProgressState, RunState, follow
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import RenderableType
+    from rich.console import Console as RichConsole
+    from rich.console import ConsoleOptions, RenderableType
     from rich.live import Live
 
     from raafl.runfolder.journal import RunFolder
@@ -266,7 +267,7 @@ class Cell:
         """Show another table."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=110, color_system=None, force_jupyter=False)
+        console = Console(file=io.StringIO(), width=110, height=100, color_system=None, force_jupyter=False)
         with console.capture() as captured:
             console.print(renderable)
         self._table = captured.get().rstrip()
@@ -319,26 +320,57 @@ def wrapped(text: str, width: int = WIDTH) -> str:
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def table(state: ProgressState, title: str = "") -> RenderableType:
-    """Return the progress table for a terminal: title, a row per client, the run's counts, metrics and remaining time."""
-    from rich.console import Group
+class _Fitted:
+    """The progress table for rich, with as many rows of clients as the terminal has room for.
+
+    Of a table that is too high a live view shows the top alone: metrics and the remaining time would not be seen.
+    """
+
+    def __init__(
+        self, above: Sequence[RenderableType], rows: Callable[[int], RenderableType], below: Sequence[RenderableType]
+    ) -> None:
+        """Store the lines around the rows, and a function that makes a number of rows."""
+        self._above, self._rows, self._below = above, rows, below
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
+        def num_lines(*parts: RenderableType) -> int:
+            return sum(len(console.render_lines(part, options)) for part in parts)
+
+        room = console.height - 1 - num_lines(*self._above, *self._below)
+        # beside the clients: the columns' names, and the number of other clients; in a narrow terminal a row has several lines
+        most = min(max(room - 2, 1), MAX_ROWS)
+        while most > 1 and num_lines(self._rows(most)) > room:
+            most -= 1
+        yield from self._above
+        yield self._rows(most)
+        yield from self._below
+
+
+def _rows(state: ProgressState, most: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    rows = Table(box=None, pad_edge=False)
+    rows, clients = Table(box=None, pad_edge=False), state.clients[:most]
     for name, right in (("client", 0), ("trains", 0), ("version", 1), ("for", 1), ("back in", 1), ("merged", 1)):
         rows.add_column(name, justify="right" if right else "left", no_wrap=name != "trains")
-    for client in state.clients[:MAX_ROWS]:
+    for client in clients:
         rows.add_row(*(Text(cell) for cell in _cells(client)))
-    if hidden := (state.num_clients or len(state.clients)) - len(state.clients[:MAX_ROWS]):
-        at_work = _counts(state)[0] - sum(bool(client.doing) for client in state.clients[:MAX_ROWS])
+    if hidden := (state.num_clients or len(state.clients)) - len(clients):
+        at_work = _counts(state)[0] - sum(bool(client.doing) for client in clients)
         rows.add_row("...", f"{hidden} more, {at_work} at work")
+    return rows
+
+
+def table(state: ProgressState, title: str = "") -> RenderableType:
+    """Return the progress table for a terminal: title, a row per client, the run's counts, metrics and remaining time."""
+    from rich.text import Text
+
     rates = [text for _, text in _rates(state)]
     head = [f"version {state.version}", _updates(state), f"{state.time_s:.1f} s", *rates, *_troubles(state)]
-    lines: list[RenderableType] = [Text(line) for line in dict.fromkeys((title, state.title)) if line]
-    lines += [rows, Text("  ".join(head)), Text("  ".join(_metrics(state)), style="bold")]
-    lines += [Text(line) for line in (_goals(state), _ends(state)) if line]
-    return Group(*lines)
+    above = [Text(line) for line in dict.fromkeys((title, state.title)) if line]
+    below = [Text("  ".join(head)), Text("  ".join(_metrics(state)), style="bold")]
+    below += [Text(line) for line in (_goals(state), _ends(state)) if line]
+    return _Fitted(above, partial(_rows, state), below)
 
 
 def plain(state: ProgressState) -> dict[str, Any]:

@@ -284,6 +284,9 @@ class RunState:
         if task is None:
             return ClientProgress(number, num_tasks=client.num_merged, device=client.device, there=client.there)
         due_s = client.due_s()
+        due_in_s = None if due_s is None else due_s - now_s
+        if due_in_s is not None and abs(due_in_s) <= 1e-9 * abs(now_s):
+            due_in_s = 0.0  # rounding of the sum, which is no time
         return ClientProgress(
             number,
             spec_in_words(task.spec, _SHOWN_SPEC),
@@ -293,7 +296,7 @@ class RunState:
             version=task.version,
             behind=max(self._version - task.version, 0),
             since_s=now_s - task.since_s,
-            due_in_s=None if due_s is None else due_s - now_s,
+            due_in_s=due_in_s,
         )
 
 

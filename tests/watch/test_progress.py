@@ -195,6 +195,26 @@ def test_the_live_table_shows_clients_and_numbers(monkeypatch):
     assert (sys.stdout, sys.stderr) == before
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 20), (80, 12), (40, 24), (200, 60)])
+def test_a_live_table_leaves_room_for_what_stands_below_it(monkeypatch, width, height):
+    """Of a table that is too high rich shows the top, and dots in the place of metrics and end."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", str(height))
+    file = Terminal()
+    progress = Progress("live", file, Clock())
+    progress.start("a run with a title of more than forty columns")
+    clients = tuple(ClientProgress(i, "full", i, since_s=1.0) for i in range(1, 17))
+    progress.update(
+        state(7, metrics={"accuracy": 0.5}, clients=clients, num_clients=500, num_working=400, ends_in_s=9.0)
+    )
+    shown = file.getvalue()  # before the end, at which a table is shown whole
+    progress.stop()
+    assert "accuracy 0.5" in shown and "ends in 9 s" in shown
+    lines = shown.splitlines()
+    assert ("484 more, 384 at work" in shown) == (height == 60) and len(lines) <= height
+    assert any(re.match("1 ", line) for line in lines)
+
+
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_closed_file_ends_the_progress_and_not_the_run(mode):
     file, clock = Terminal(), Clock()

@@ -194,6 +194,18 @@ def test_of_many_clients_those_at_work_are_shown_the_longest_first():
     assert "84 more, 0 at work" in console.file.getvalue()
 
 
+def test_a_task_that_is_due_now_is_not_due_in_the_rounding_of_a_sum():
+    """0.1 + 0.2 is 0.3 and 4e-17: a task of 0.1 s that began at 0.2 s is due at 0.3 s."""
+    state = RunState(clock=Clock())
+    for row in (run_row("simulated"), joined(1), assigned(1, 1, 0.0), arrived(1, 1, 0.1), assigned(2, 1, 0.2)):
+        state.event(row)
+        if row["event"] == "arrived":
+            state.client(ended(1, 1, 0.0, 0.1, 1))
+    state.event(joined(2, 0.3))
+    (client, _) = state.snapshot().clients
+    assert 0.1 + 0.2 - 0.3 > 0 and client.due_in_s == 0.0
+
+
 def test_targets_that_were_met_stay_met():
     state = RunState(clock=Clock())
     # before the journal's first row

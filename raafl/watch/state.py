@@ -18,6 +18,7 @@ from raafl.sanitize import sanitize_text
 
 MAX_CLIENTS = 16
 """Largest number of clients that a view shows at a time."""
+_AT_ONCE = 1e-9  # share of a time, in seconds of the run, by which another may differ from rounding alone
 _MAX_SPECS = 8  # number of submodels of a client whose task durations are remembered
 _SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # most characters that are shown
 _MOST_BLOCKS = 1000  # most blocks of a stack that are listed
@@ -285,7 +286,7 @@ class RunState:
             return ClientProgress(number, num_tasks=client.num_merged, device=client.device, there=client.there)
         due_s = client.due_s()
         due_in_s = None if due_s is None else due_s - now_s
-        if due_in_s is not None and abs(due_in_s) <= 1e-9 * abs(now_s):
+        if due_in_s is not None and abs(due_in_s) <= _AT_ONCE * now_s:
             due_in_s = 0.0  # rounding of the sum, which is no time
         return ClientProgress(
             number,
@@ -370,14 +371,15 @@ class Marks:
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
 
     def merged(self, mark: Mark, *, replaces: bool) -> None:
-        """Record a run's progress after a merge."""
-        if replaces and len(self.marks) > 1:
+        """Record a run's progress after a merge; those at one time, as of clients on equal devices, count as one."""
+        at_once = mark.time_s - self.marks[-1].time_s <= _AT_ONCE * mark.time_s
+        if (replaces or at_once) and len(self.marks) > 1:
             last = self.marks.pop()
             mark = Mark(max(mark.time_s, last.time_s), mark.updates, mark.num_bytes)
         self.marks.append(mark)
 
     def rates(self, now: Mark) -> tuple[float, float]:
-        """Return updates per second and bytes per second, averaged over the last `MERGES` merges."""
+        """Return updates per second and bytes per second, averaged over the last `MERGES` times of merges."""
         then = self.marks[0]
         lasted_s = now.time_s - then.time_s
         if lasted_s <= 0:

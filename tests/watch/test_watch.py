@@ -56,6 +56,16 @@ def test_rates_are_those_since_twenty_merges_ago():
     assert marks.rates(Mark(70.0, 70, 10_000)) == (1.0, 150.0)  # nothing for 20 s more: the rate falls
 
 
+def test_merges_at_one_time_are_one_mark():
+    """Of 1,000 clients on equal devices all are done at one time, up to rounding: 100 merges of 10 updates each 2 s."""
+    marks = Marks()
+    for burst in range(1, 31):
+        for merge in range(1, 101):
+            updates = 1000 * (burst - 1) + 10 * merge
+            marks.merged(Mark(2.0 * burst + 1e-15 * merge, updates, 100 * updates), replaces=False)
+        assert marks.rates(Mark(2.0 * burst, 1000 * burst, 100_000 * burst)) == pytest.approx((500, 50_000))
+
+
 def test_several_updates_of_one_merge_are_one_mark():
     marks = Marks()
     for updates, at_s in ((1, 5.0), (2, 3.0), (3, 4.0)):

@@ -16,13 +16,16 @@ from raafl.config.options import MODES
 from raafl.errors import BadInput
 from raafl.runfolder.books import signature_warning
 from raafl.runfolder.events import RunTail
+from raafl.runfolder.schema import CLIENTS, JOURNAL
 from raafl.sanitize import is_url
-from raafl.units import duration
+from raafl.units import duration, size
 from raafl.watch.progress import Progress, plain, sentence
 from raafl.watch.state import RunState, follow
 
 LOOK_S = 0.25
 """Seconds between two looks."""
+LARGE_BYTES = 10_000_000
+"""Bytes of a run's rows above which the view says that it reads them, at some 15 MB a second."""
 SILENT_S = 120.0
 """Seconds after which a folder that nobody writes to counts as silent: the run may be dead."""
 
@@ -99,6 +102,9 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
     watched = follow(path)
     said: str | None = None
     progress.start(str(path))
+    num_bytes = sum((path / name).stat().st_size for name in (JOURNAL, CLIENTS) if (path / name).is_file())
+    if num_bytes > LARGE_BYTES:  # nothing is shown before they were read, which takes seconds
+        progress.note(f"reading {size(num_bytes)} of rows")
     try:
         while True:
             news = watched.look()

@@ -21,6 +21,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.runtime.run import simulate
+from raafl.units import size
 from raafl.watch.progress import evaluation, plain
 from raafl.watch.state import ProgressState, follow
 from tests.helpers.small_runs import experiment
@@ -265,6 +266,22 @@ def test_a_folder_that_appears_late_is_waited_for_and_silence_is_said_once(tmp_p
         "books: altered: seals.jsonl: the run has ended, and nothing of it is sealed"
     )
     assert len(looks) == 7
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_the_view_of_a_folder_with_many_rows_says_that_it_reads_them(tmp_path, monkeypatch, large):
+    folder, file = tmp_path / "run", io.StringIO()
+    run = RunFolder(folder, "")
+    for row in (run_row(), *map(joined, range(1, 200))):
+        run.event(row)
+    run.summary({"finished": "max_time", "time_s": 9.0})
+    run.close()
+    num_bytes = sum((folder / name).stat().st_size for name in ("events.jsonl", "clients.csv"))
+    monkeypatch.setattr("raafl.commands.watch.LARGE_BYTES", num_bytes - large)
+    watch([str(folder), "--progress", "plain"], file)
+    lines = file.getvalue().splitlines()
+    assert (lines[1] == f"reading {size(num_bytes)} of rows") == large
+    assert file.getvalue().count("reading") == large
 
 
 def test_watching_needs_neither_torch_nor_lightning(tmp_path):

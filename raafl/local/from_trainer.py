@@ -59,6 +59,8 @@ _INSTEAD_OF = {
     "collate_fn": "leave it out; give the Trainer data_collator",
 }
 """Remedies where an argument of `Federation.simulate` is given beside a Trainer that decides the same."""
+_SET = ("model", "model_wrapped", "state", "log", "_prepare_inputs", "optimizer", "lr_scheduler")
+"""Attributes of the Trainer that are restored after a step."""
 _LOCK = threading.RLock()
 
 
@@ -237,6 +239,18 @@ def _without_ranks() -> Iterator[None]:
         os.environ.update(hidden)
 
 
+@contextmanager
+def _restored(owner: Any, *names: str) -> Iterator[None]:
+    """Let attributes of an object be set in the ``with`` block; afterwards it has those that were set on it before."""
+    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
+
+
 def check_trainer(trainer: Any) -> None:
     """Raise `BadInput` for a Trainer of which a federated task would leave something out."""
     kind, base = type(trainer).__name__, _trainer_class()
@@ -334,10 +348,8 @@ class TrainerModule(LightningModule):
             trainer.current_gradient_accumulation_steps = num_batches
             first = batch_idx - batch_idx % trainer.args.gradient_accumulation_steps
             trainer.state.epoch = self.trainer.current_epoch + first / self.trainer.num_training_batches
-            trainer.state.global_step, trainer.state.num_train_epochs = (
-                self.trainer.global_step,
-                self.trainer.max_epochs,
-            )
+            trainer.state.global_step = self.trainer.global_step
+            trainer.state.num_train_epochs = self.trainer.max_epochs
             trainer.state.max_steps = self.trainer.estimated_stepping_batches
             if isinstance(num_items, Tensor):
                 num_items = num_items.to(self.device)
@@ -378,11 +390,8 @@ class TrainerModule(LightningModule):
         """Return the optimizer and scheduler that the Trainer creates for this copy of its model and the length of a task."""
         num_steps = self.trainer.estimated_stepping_batches
         with self._bound() as trainer:
-            try:
-                trainer.create_optimizer_and_scheduler(num_training_steps=num_steps)
-                optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-            finally:
-                trainer.optimizer = trainer.lr_scheduler = None
+            trainer.create_optimizer_and_scheduler(num_training_steps=num_steps)
+            optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if scheduler is None:
             return optimizer
         if num_steps == 1 and not any(group["lr"] for group in optimizer.param_groups):
@@ -402,8 +411,8 @@ class TrainerModule(LightningModule):
     def _bound(self) -> Iterator[Any]:
         """Set this copy of the model as the Trainer's model during the ``with`` block."""
         trainer = self.trainer_of()
-        with _LOCK:  # the Trainer is shared by tasks and evaluations, which may run at the same time
-            before = trainer.model, trainer.model_wrapped, trainer.state
+        # the Trainer is shared by tasks and evaluations, which may run at the same time
+        with _LOCK, _restored(trainer, *_SET):
             trainer.state = copy.copy(trainer.state)
             trainer.log = lambda logs, *_, **__: self._log_numbers(logs)  # its own would call the trackers' callbacks
             trainer.model = trainer.model_wrapped = self.model
@@ -412,11 +421,7 @@ class TrainerModule(LightningModule):
             reference, device = getattr(trainer, "ref_model", None), next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":
                 reference.to(device)
-            try:
-                yield trainer
-            finally:
-                del trainer._prepare_inputs, trainer.log
-                trainer.model, trainer.model_wrapped, trainer.state = before
+            yield trainer
 
     def _log_numbers(self, values: Mapping[str, Any]) -> None:
         """Log each value that is one number; warn of others, which a table of metrics cannot hold."""
@@ -580,12 +585,9 @@ class TrainerData(LightningDataModule):
 
     def _loader(self, make: Callable[[], Any]) -> object:
         """Call a Trainer's method that makes a data loader, without accelerate, which would shard the data by process."""
-        accelerator = self.trainer_of().accelerator
-        accelerator.prepare = lambda loader: loader
-        try:
+        with _restored(accelerator := self.trainer_of().accelerator, "prepare"):
+            accelerator.prepare = lambda loader: loader
             loader = make()
-        finally:
-            del accelerator.prepare
         if isinstance(loader, DataLoader):
             loader.collate_fn = _Collate(loader.collate_fn)
         return loader

@@ -163,6 +163,8 @@ def test_a_loss_sees_the_trainers_state_and_logs(tmp_path: Path, caplog: pytest.
     # 10 rows in batches of 2, two a step: steps of 4, 4 and 2 rows in each of two epochs
     alone, given = ramped(tmp_path, 10, num_train_epochs=2), ramped(tmp_path, 10)
     alone.train()
+    given.log = given.accelerator.prepare = functools.partial(pytest.fail, "what the user has set is not called")
+    before = dict(vars(given))
     _, result = simulate(given, tmp_path, num_epochs=2)
     found = dict(result.module.named_parameters())
     assert all(torch.equal(value, found[name]) for name, value in alone.model.named_parameters())
@@ -171,7 +173,11 @@ def test_a_loss_sees_the_trainers_state_and_logs(tmp_path: Path, caplog: pytest.
     assert json.loads(result.clients[0]["logged"])["ramp"] == pytest.approx(sum(epochs) / 10, abs=1e-6)
     assert result.final["half"] == 0.5 and "confusion" not in result.final
     assert "metric confusion of the Trainer is [[1, 2], [3, 4]], not a number" in caplog.text
-    assert (given.state.global_step, given.state.max_steps, "log" in vars(given)) == (0, 0, False)
+    assert (given.state.global_step, given.state.max_steps) == (0, 0)
+    # what the Trainer's own methods set anew at each call
+    caches = {"_signature_columns", "_created_lr_scheduler", "current_gradient_accumulation_steps"}
+    assert {name for name, value in vars(given).items() if before.get(name, given) is not value} <= caches
+    assert before.keys() <= vars(given).keys() and given.accelerator.prepare is before["log"]
 
 
 def test_arguments_of_the_trainer_are_those_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from raafl.core.algorithm import Local, SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.lab.plan.plan import SubmodelRow, gpu_steps
 from raafl.local.captured import Capture
-from raafl.local.captured.graphs import CapturedSteps, form_of, options_of
+from raafl.local.captured.graphs import CapturedSteps, _changed, form_of, options_of
 from raafl.local.train import TaskSteps
 from raafl.submodel import Spec
 from tests.helpers.emulated_cuda import Emulated, OnDevice
@@ -339,6 +340,23 @@ def test_options_and_plain_values_that_print_alike_or_compare_equal_have_graphs_
     assert one == again != other and hash(one) == hash(again)
     assert form_of({"scale": 0.0}) != form_of({"scale": -0.0})
     assert form_of({"scale": float("nan")}) == form_of({"scale": float("nan")})
+
+
+def test_an_attribute_that_is_made_anew_has_changed_wherever_it_lies():
+    """Of objects that replace one another Python gives each second one the address of the first."""
+
+    class Box:
+        pass
+
+    module = SimpleNamespace(box=Box())
+    built = SimpleNamespace(module=module, state=SimpleNamespace(changed=lambda: ["box"]))
+    before, addresses = _changed(built), {id(module.box)}
+    assert _changed(built) == before
+    for _ in range(100):
+        module.box = Box()
+        addresses.add(id(module.box))
+        assert _changed(built) != before
+    assert len(addresses) < 100
 
 
 def test_graphs_are_bounded_and_each_submodel_has_its_own(emulated_cuda: Emulated, monkeypatch):

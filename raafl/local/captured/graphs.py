@@ -412,14 +412,14 @@ _NOT_FIXED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 def _changed(built: TrainableSubmodel) -> dict[str, Any]:
-    """Return attributes that differ from their recorded state: plain values, ids of other objects, None in containers."""
+    """Return attributes that differ from their recorded state: plain values, keys of other objects, None in containers."""
     found = {}
     for name in built.state.changed():
         try:
             value = attrgetter(name)(built.module)
         except AttributeError:
             value = None
-        found[name] = value if type(value) in _PLAIN else (id(value),)
+        found[name] = value if type(value) in _PLAIN else exact_key(value)
     return found
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raafl.errors import BadInput, RunFailed, installing
 from raafl.lab.compare.comparison import Comparison, Halving, Options, Range, Search, word_of
@@ -161,6 +162,8 @@ _ENDED = "ended"  # user attribute of a trial in Optuna: whether it has been run
 _SETTINGS = "settings"
 _FOLDER = "folder"  # user attribute of a study in Optuna: folder of the comparison that began its running trials
 _SPACE = "space"  # user attribute of a study in Optuna: digest of what it searches
+# names of errors of a new database whose tables another search is making
+_MADE_NOW = ("IntegrityError", "OperationalError", "ProgrammingError")
 
 
 def run_studies(
@@ -186,13 +189,12 @@ def _run_studies(
     maximize = _maximizes(comparison, search)
     trials, best = {}, {}
     for label in comparison.rows:
-        study = _study(storage, comparison, search, label)
-        if search.storage is not None:
-            _check_owner(study, folder)
-        _renew_killed(study)
+        study = _study(storage, comparison, search, label, folder)
         while (num := len(_ended(study, search))) < (search.trials or 0):
             study.sampler = _sampler(search, label, num)
             asked = [study.ask() for _ in range(min(max(jobs // len(search.seeds), 1), (search.trials or 0) - num))]
+            if search.storage is not None:
+                _check_still_own(study, folder, asked)
             _run(study, asked, comparison, search, label, runner)
         trials[label] = [
             _trial(one.user_attrs, _runs(comparison, search, label, tuple(one.user_attrs[_SETTINGS])))
@@ -215,30 +217,36 @@ def _storage(search: Search, folder: Path) -> Any:
         raise BadInput(f"search.sampler needs Optuna, which is not installed: {installing('tune')}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = str(folder / STORAGE) if search.storage is None else search.storage
-    try:
-        if "://" in where:
-            return optuna.storages.RDBStorage(where)
-        Path(where).parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(JournalFileBackend(where))
-    except Exception as error:  # Optuna and database drivers raise many types of error
-        raise BadInput(
-            f"search.storage is '{where:.200}', which Optuna cannot open ({sanitize_text(str(error), 200)}): give a path, or "
-            "a URL such as sqlite:///studies.db"
-        ) from None
+    problem = Exception()
+    for wait_s in (0.2, 1.0, 0.0):
+        try:
+            if "://" in where:
+                return optuna.storages.RDBStorage(where)
+            Path(where).parent.mkdir(parents=True, exist_ok=True)
+            return optuna.storages.JournalStorage(JournalFileBackend(where))
+        except Exception as error:  # Optuna and database drivers raise many types of error
+            problem = error
+        if type(problem).__name__ not in _MADE_NOW:
+            break
+        time.sleep(wait_s)
+    raise BadInput(
+        f"search.storage is '{where:.200}', which Optuna cannot open ({sanitize_text(str(problem), 200)}): give a path, or "
+        "a URL such as sqlite:///studies.db"
+    )
 
 
-def _study(storage: Any, comparison: Comparison, search: Search, label: str) -> Any:
+def _study(storage: Any, comparison: Comparison, search: Search, label: str, folder: Path) -> Any:
     """Open or create the Optuna study of a row; raise `BadInput` if the storage has another search of that name."""
     import optuna
 
     name = label if search.storage is None else f"{comparison.name}: {label}"
-    study = optuna.create_study(
-        storage=storage,
-        study_name=name,
-        direction="maximize" if _maximizes(comparison, search) else "minimize",
-        pruner=_pruner(search),
-        load_if_exists=True,
-    )
+    direction: Literal["maximize", "minimize"] = "maximize" if _maximizes(comparison, search) else "minimize"
+    make = partial(optuna.create_study, storage=storage, study_name=name, direction=direction, pruner=_pruner(search))
+    try:
+        study = make()
+        study.set_user_attr(_FOLDER, str(folder.resolve()))  # at once: another search may be about to load it
+    except optuna.exceptions.DuplicatedStudyError:
+        study = make(load_if_exists=True)
     base = [run.digest for run in _runs(comparison, search, label, ())]
     grid = dict(search.rows.get(label, search.grid))
     space = hashlib.sha256(repr([base, grid, comparison.metric, search.target, search.pruner]).encode()).hexdigest()
@@ -247,6 +255,8 @@ def _study(storage: Any, comparison: Comparison, search: Search, label: str) -> 
             f"the study '{name}' searched other settings, data, budget or metric: choose another "
             f"{'--output' if search.storage is None else 'name'}, or give the settings that it had"
         )
+    if search.storage is None or _take_over(study, folder):
+        _renew_killed(study)
     study.set_user_attr(_SPACE, space)
     return study
 
@@ -280,19 +290,42 @@ def _ended(study: Any, search: Search) -> list[Any]:
     return [trial for trial in study.get_trials(deepcopy=False) if _ENDED in trial.user_attrs][: search.trials]
 
 
-def _check_owner(study: Any, folder: Path) -> None:
-    """Raise `BadInput` if a search in another folder, which may still go on, has running trials in a study of a shared storage."""
+def _take_over(study: Any, folder: Path) -> bool:
+    """Make a study of a shared storage this search's; return whether it was before, so that its running trials were killed.
+
+    Raises `BadInput` if a search in another folder has it, which may still go on: trials run, or it has not begun yet.
+    """
     from optuna.trial import TrialState
 
-    owner, here = study.user_attrs.get(_FOLDER), str(folder.resolve())
-    if owner not in (None, here) and any(
-        one.state == TrialState.RUNNING and _ENDED not in one.user_attrs for one in study.get_trials(deepcopy=False)
-    ):
-        raise BadInput(
-            f"the study '{study.study_name}' in search.storage has trials that run in '{sanitize_text(str(owner), 200)}': "
-            "wait until they end, go on with a killed search by that --output, or choose another name"
-        )
-    study.set_user_attr(_FOLDER, here)
+    for _ in range(20):  # another search may have created the study in this moment
+        if (owner := study.user_attrs.get(_FOLDER)) is not None:
+            break
+        time.sleep(0.05)
+    is_own, trials = owner in (None, str(folder.resolve())), study.get_trials(deepcopy=False)
+    goes_on = any(one.state == TrialState.RUNNING and _ENDED not in one.user_attrs for one in trials)
+    if not is_own and (goes_on or not trials):
+        raise _taken(study)
+    study.set_user_attr(_FOLDER, str(folder.resolve()))
+    return is_own
+
+
+def _check_still_own(study: Any, folder: Path, asked: Sequence[Any]) -> None:
+    """Give up the trials that were ``asked`` and raise `BadInput` if another search has taken the study meanwhile."""
+    from optuna.trial import TrialState
+
+    if study.user_attrs.get(_FOLDER) == str(folder.resolve()):
+        return
+    for trial in asked:
+        study.tell(trial, state=TrialState.FAIL)
+    raise _taken(study)
+
+
+def _taken(study: Any) -> BadInput:
+    owner = sanitize_text(str(study.user_attrs.get(_FOLDER)), 200)
+    return BadInput(
+        f"the study '{study.study_name}' in search.storage has trials that run in '{owner}': wait until they end, go on with "
+        "a killed search by that --output, or choose another name"
+    )
 
 
 def _renew_killed(study: Any) -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -234,6 +235,58 @@ def test_the_running_trials_of_another_folder_are_not_taken_for_killed_ones(tmp_
     assert len(made) == 6
     # no trial runs any more: its results are there for all
     assert study_in(tmp_path / "other", storage)[0] == made
+
+
+def searched(folder, storage, barrier, told):
+    """Search once all are ready, slowly enough that others come between; tell how it ended."""
+    study = pytest.importorskip("optuna").study.Study
+    put = study.set_user_attr
+    study.set_user_attr = lambda *args: (time.sleep(0.1), put(*args))
+    barrier.wait(60)
+    try:
+        told.put(len(study_in(folder, storage)[0]))
+    except BadInput as error:
+        told.put(str(error))
+
+
+@pytest.mark.parametrize("kind", ["journal", "sqlite"])
+def test_of_two_searches_that_begin_at_once_one_has_the_study(tmp_path, monkeypatch, kind):
+    pytest.importorskip("optuna")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.setattr(searches, "scores_of", distance)
+    context, storage = mp.get_context("fork"), f"{'sqlite:///' if kind == 'sqlite' else ''}{tmp_path}/studies"
+    barrier, told = context.Barrier(2), context.Queue()
+    both = [
+        context.Process(target=searched, args=(tmp_path / name, storage, barrier, told)) for name in ("one", "other")
+    ]
+    for process in both:
+        process.start()
+    ends = sorted([told.get(timeout=60) for _ in both], key=str)
+    for process in both:
+        process.join(60)
+    assert ends[0] == 6
+    assert re.match(
+        f"the study 's: s' in search.storage has trials that run in '{tmp_path}/(one|other)': wait", ends[1]
+    )
+
+
+def test_a_search_whose_study_another_has_taken_between_its_trials_ends_with_that(tmp_path, monkeypatch):
+    optuna = pytest.importorskip("optuna")
+    storage, run_all = str(tmp_path / "studies"), Runs.run_all
+
+    def taken(self, runs, metric):
+        backend = optuna.storages.journal.JournalFileBackend(storage)
+        study = optuna.load_study(study_name="s: s", storage=optuna.storages.JournalStorage(backend))
+        study.set_user_attr("folder", "/other")
+        return run_all(self, runs, metric)
+
+    monkeypatch.setattr(searches, "scores_of", distance)
+    monkeypatch.setattr(Runs, "run_all", taken)
+    with pytest.raises(BadInput, match=r"the study 's: s' .* has trials that run in '/other': wait until they end"):
+        study_in(tmp_path / "one", storage)
+    backend = optuna.storages.journal.JournalFileBackend(storage)
+    study = optuna.load_study(study_name="s: s", storage=optuna.storages.JournalStorage(backend))
+    assert [trial.state.name for trial in study.get_trials()] == ["COMPLETE", "FAIL"]
 
 
 def test_a_storage_that_cannot_be_opened_is_refused(tmp_path):

@@ -50,9 +50,8 @@ class Decided:
     p: float | None = None  # corrected p-value of the difference
     slack: tuple[float, float] = (0.0, 0.0)  # what the distance of evaluations adds to the interval, below and above
     tests: int = 1  # number of claims that the result decides
-    bound: str = (
-        ""  # what the true difference is where a run did not reach the target: "at least", "at most", or "open"
-    )
+    # what the true difference is where a run did not reach the target: "at least" or "at most" the measured, or "open"
+    bound: str = ""
     why: str = ""  # why there is no run
 
     @property

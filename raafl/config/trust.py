@@ -323,7 +323,7 @@ class _Check(Check):
             return
         from raafl.config.loggers import SHORT_NAMES
 
-        for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        for entry in value if isinstance(value, list) else [value]:
             spec = {"class_path": entry} if isinstance(entry, str) else entry
             known = {*SHORT_NAMES, *SHORT_NAMES.values()}
             if not isinstance(spec, dict) or not set(spec) <= {"class_path", "init_args"}:

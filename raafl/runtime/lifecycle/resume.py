@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raafl.atomic_file import remove_leftovers
+from raafl.config.experiment import marked
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
@@ -430,6 +431,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
 
     coordinator, section = run.parts.coordinator, saved.section
     check_limits(saved, coordinator.limits)
+    changed = check_settings(run)
     try:
         check_privacy(saved, run.parts.experiment)
         # check before new seals are written, which would hide changes of sealed files
@@ -461,10 +463,39 @@ def go_on(run: Any, saved: SavedRun) -> None:
         run.writer.signer = run.signer
     except OSError as error:
         raise BadInput(f"resume is '{run.folder}', where writing fails ({error}): make it writable") from error
+    if changed:
+        run.progress.warn(changed)
     if altered:
         run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
     run.progress.follow(run.writer, run.folder)
     run.progress.note(f"resumed from version {coordinator.state.version}; {len(mended.lost)} later tasks are lost")
+
+
+def check_settings(run: Any) -> str:
+    """Return a warning of settings that decide what a run computes, and are not as in its folder; "" if all are the same.
+
+    Raises:
+        BadInput: the run is strict, or has other subfederations, whose runs the checkpoint does not have.
+    """
+    if not (run.folder / CONFIG).is_file():  # see `_make_whole`
+        return ""
+    before, now = (
+        load_yaml(text) or {} for text in ((run.folder / CONFIG).read_text(encoding="utf-8"), run.config_yaml)
+    )
+    free = (*marked("may_change"), "json")
+    other = [name for name in now if name in before and name not in free and now[name] != before[name]]
+    if not other:
+        return ""
+    changed = f"resume: {', '.join(other)} not as in '{run.folder / CONFIG}'"
+    if "subfederations" in other:
+        raise BadInput(f"{changed}: give the same as in that run")
+    changed += (
+        ": the run goes on with what is given now, and a replay of it, which takes that config, finds another model; give the "
+        "same to go on as it began"
+    )
+    if run.parts.experiment.strict:
+        raise BadInput(f"{changed} (an error, since strict is true)")
+    return changed
 
 
 def _resumed(run: Any, saved: SavedRun, mended: Mended) -> JournalRow:

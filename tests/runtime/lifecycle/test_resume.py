@@ -263,6 +263,28 @@ def test_what_a_run_cannot_go_on_with_is_named_before_anything_changes(tmp_path,
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_settings_that_are_not_as_in_the_folder_are_named_and_refused_if_strict(tmp_path, monkeypatch):
+    """The run went on with them without a word, and only a replay told that something had changed."""
+    folder, options = tmp_path / "cut", ("--config", CONFIG, *SMALL, "--max_updates=20", "--checkpoint_every=1")
+    crashed(monkeypatch, 12, *options, f"--output={folder}")
+    before, changed = contents(folder), ("--resume", str(folder), "--seed=5", "--train.num_steps=4")
+    with pytest.raises(
+        BadInput, match=r"resume: seed, train not as in '.*cut/config.yaml': the run .* since strict is"
+    ):
+        simulated(*changed, "--strict=true")
+    with pytest.raises(
+        BadInput, match=r"resume: algorithm, subfederations not as in '.*cut/config.yaml': give the same"
+    ):
+        simulated("--resume", str(folder), "--subfederations.size=2", "--algorithm=fed_avg")
+    assert contents(folder) == before
+    shutil.copytree(folder, tmp_path / "copy")
+    (warning,) = [text for text in simulated(*changed)["warnings"] if text.startswith("resume: ")]
+    assert "seed, train not as in" in warning
+    # as started by the same command with --resume auto
+    again = simulated(*options, "--max_updates=24", "--resume", str(tmp_path / "copy"), "--strict=true")
+    assert again["updates_merged"] >= 24 and replay(tmp_path / "copy")["equal"] is True
+
+
 def test_what_cannot_be_resumed_is_named(tmp_path):
     simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
     with pytest.raises(BadInput, match=r"whose run is finished \(max_updates\)"):

@@ -23,6 +23,7 @@ from raafl.config.options import Group
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
 from raafl.lean_import import PACKAGES
 from raafl.plain_yaml import load_yaml, read_yaml
+from raafl.sanitize import is_url
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -421,8 +422,17 @@ def expand_short(argv: Sequence[str]) -> list[str]:
 
 
 def _resumed(argv: Sequence[str]) -> Path | None:
-    """Return the run folder of `--resume RUN`; None without this option, or if `--config` is given, too."""
-    named = values(argv, "--resume")
+    """Return the run folder of `--resume RUN`; None without this option, or if `--config` is given, too.
+
+    Raises:
+        BadInput: it is no run folder, or `--output` names another one.
+    """
+    named, output = values(argv, "--resume"), values(argv, "--output")[-1:]
+    if named and output and not is_url(output[0]) and Path(output[0]).resolve() != Path(named[-1]).resolve():
+        raise BadInput(
+            f"output is '{output[0]}', but a run that is resumed goes on in its own folder, '{named[-1]}': leave output out, or "
+            "copy that folder first, and resume the copy"
+        )
     if not named or values(argv, "--config"):
         return None
     folder = Path(named[-1])

@@ -289,6 +289,10 @@ def test_what_cannot_be_resumed_is_named(tmp_path):
     simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
     with pytest.raises(BadInput, match=r"whose run is finished \(max_updates\)"):
         simulated("--resume", str(tmp_path / "done"))
+    with pytest.raises(
+        BadInput, match=r"output is 'elsewhere', but .* goes on in its own folder, '.*done': leave output"
+    ):
+        simulated("--resume", str(tmp_path / "done"), "--output=elsewhere")
     with pytest.raises(BadInput, match="which is not a run folder"):
         simulated("--resume", str(tmp_path / "nowhere"))
 

@@ -320,6 +320,10 @@ def test_a_run_goes_on_only_with_the_settings_it_had(tmp_path):
     federation(tmp_path / "run").simulate(small_mlp, digits())
     with pytest.raises(BadInput, match=r"resume: seed, train not as in the run's config\.yaml"):
         federation(seed=1, num_steps=4).simulate(small_mlp, digits(), resume=tmp_path / "run")
+    with pytest.raises(
+        BadInput, match=r"output is '.*new', but a run that is resumed goes on in its own folder, '.*run':"
+    ):
+        federation(tmp_path / "new").simulate(small_mlp, digits(), resume=tmp_path / "run")
     with pytest.raises(BadInput, match="is not a run folder"):
         federation().simulate(small_mlp, digits(), resume=tmp_path / "nothing")
 

@@ -386,6 +386,9 @@ class Federation:
         experiment = self._experiment(spec, source, devices, num_clients, resume, fields, simulated=simulated)
         config = config_of(experiment, spec, source)
         if resume is not None:
+            from raafl.config.parse import check_output
+
+            check_output(experiment.output, str(resume))
             same_settings(recorded, yaml.safe_load(to_yaml(config, [])))
         callbacks = [*self.callbacks, *(EarlyStopping(**stop) for stop in spec.early_stopping())]
         observer = self._observer = CallbackHooks(callbacks, spec.trained_copy)

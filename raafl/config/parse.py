@@ -427,18 +427,24 @@ def _resumed(argv: Sequence[str]) -> Path | None:
     Raises:
         BadInput: it is no run folder, or `--output` names another one.
     """
-    named, output = values(argv, "--resume"), values(argv, "--output")[-1:]
-    if named and output and not is_url(output[0]) and Path(output[0]).resolve() != Path(named[-1]).resolve():
-        raise BadInput(
-            f"output is '{output[0]}', but a run that is resumed goes on in its own folder, '{named[-1]}': leave output out, or "
-            "copy that folder first, and resume the copy"
-        )
+    named, output = values(argv, "--resume"), values(argv, "--output")
+    if named and output:
+        check_output(output[-1], named[-1])
     if not named or values(argv, "--config"):
         return None
     folder = Path(named[-1])
     if not (folder / "config.yaml").is_file():
         raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
     return folder
+
+
+def check_output(output: str | None, resume: str) -> None:
+    """Raise `BadInput` if a run would be resumed with another folder as ``output`` than its own, ``resume``."""
+    if output is not None and not is_url(output) and Path(output).resolve() != Path(resume).resolve():
+        raise BadInput(
+            f"output is '{output}', but a run that is resumed goes on in its own folder, '{resume}': leave output out, or "
+            "copy that folder first, and resume the copy"
+        )
 
 
 def _with_recorded_rules(argv: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ except ImportError as error:
 
 _LOOK_S = 2.0  # seconds between two looks at the cluster's size, which may change
 _PER_SLOT = 2  # number of tasks given to Ray for each worker, so that none waits for its next task
+_REACHED_S = 10.0  # seconds for a connection to the address of a cluster
 
 Build = Callable[[Experiment], tuple[LocalTrainer, Executor]]
 
@@ -229,9 +231,12 @@ def _connect(experiment: Experiment) -> None:
         own = {"num_cpus": max(int(workers * options.cpus_per_worker), 1), "include_dashboard": False}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send usage reports only if the user wants it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    host, _, port = (options.address or "").rpartition("://")[2].rpartition(":")
     try:
+        if port.isdecimal():  # not auto, for instance; Ray itself looks for an absent cluster for many minutes
+            socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
         ray.init(address=options.address, logging_level=logging.ERROR, log_to_driver=False, **own)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise BadInput(
             f"engine.address is {options.address!r}, where no Ray cluster can be used ({sanitize_text(error, 200)}): give that "
             "of a running one, or null to start one on this machine"

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -287,6 +288,19 @@ def test_a_cluster_that_cannot_be_used_is_refused_and_left_alone(bench, monkeypa
         with pytest.raises(BadInput, match=f"^{re.escape(words)}"):
             module.RayExecutor(made, bench.trainer, None)
         assert not cluster.started, "what the run has started ends with it"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://localhost:{}", "127.0.0.1:99999{}"])
+def test_an_address_where_nobody_listens_is_refused_at_once(bench, monkeypatch, address):
+    """Ray itself tells it after many minutes."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "0")
+    with socket.socket() as bound, emulated_ray(1, started=False) as (module, cluster):
+        bound.bind(("127.0.0.1", 0))  # without listening, so that nobody else gets the port
+        engine = Engine("ray", address=address.format(bound.getsockname()[1]))
+        with pytest.raises(BadInput, match=f"^engine.address is '{engine.address}', where no Ray cluster can be used"):
+            module.RayExecutor(experiment("unused", engine=engine), bench.trainer, None)
+        assert not cluster.started
 
 
 def test_ray_is_named_with_its_extra_where_it_is_not_installed(tmp_path, monkeypatch):

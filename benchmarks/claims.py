@@ -24,6 +24,7 @@ from scipy.special import stdtrit
 
 from benchmarks.tables import ROOT, markdown
 from raafl.commands.reproduce import Exhibit, Paper, paper
+from raafl.lab.compare.results import gaining
 from raafl.lab.compare.statistics import ALPHA, Interval, holm, paired
 from raafl.rules import CURRENT, recorded_revision
 from raafl.units import quantity
@@ -111,6 +112,10 @@ def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Inter
         ]
         return paired(*times), "open" if late and early else "at least" if late else "at most" if early else ""
     figure = claim.get("figure", "final")
+    if figure == "gaining":
+        label, reference = claim[kind]
+        shares = gaining(rows, reference)[label]
+        return paired(shares, {seed: 1 - share for seed, share in shares.items()}), ""
     values = [{run["seed"]: run[figure] for run in runs if run.get(figure) is not None} for runs in (ours, theirs)]
     return paired(*values), ""
 

@@ -75,6 +75,18 @@ def test_each_reversed_claim_has_a_reason_and_each_reason_a_claim(every):
     assert reversed_ == named == yaml.safe_load(WHY.read_text()).keys()
 
 
+def test_clients_that_take_part_more_are_counted_by_seed():
+    """Of four clients in 10 versions, A has three (seed 0) and all (seed 1) more often than B in 20: 0.75 - 0.25 and 1 - 0."""
+    a = [{"1": 5, "2": 5, "3": 5, "4": 1}, {"1": 2, "2": 2, "3": 2, "4": 2}]
+    b = [{"1": 9, "2": 0, "3": 9, "4": 2}, {"1": 3, "2": 3, "3": 3}]
+    rows = [
+        {"row": label, "runs": [{"seed": i, "versions": num, "merged": one} for i, one in enumerate(merged)]}
+        for label, num, merged in (("A", 10, a), ("B", 20, b))
+    ]
+    found, bound = measured({"higher": ["A", "B"], "figure": "gaining"}, {"rows": rows})
+    assert found is not None and (found.mean, found.num, bound) == (0.75, 2, "")
+
+
 def test_merges_are_counted_in_place_of_seconds(tmp_path, monkeypatch):
     """A is at 0.9 after 2 and 4 merges, B after 1 and 2: twice as many; after the first merge A is 0.3 below."""
     rows = {"A": [[0.0, 0.6, 0.9], [0.0, 0.5, 0.5, 0.7, 0.9]], "B": [[0.0, 0.9], [0.0, 0.8, 0.9]]}

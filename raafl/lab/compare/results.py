@@ -227,19 +227,20 @@ def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> di
     Returns:
         Mean and interval over the seeds that both rows have, under each row's label; None for the reference row itself.
     """
+    shares = gaining(rows, reference)
+    return {label: _plain(interval(list(shares[label].values()))) if label in shares else None for label in rows}
+
+
+def gaining(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[int, float]]:
+    """Return the same for each seed that both rows have, by label and seed; the reference row itself is left out."""
     rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
+    theirs = rates.pop(reference)
     return {
-        label: None
-        if label == reference
-        else _plain(
-            interval(
-                [
-                    sum(rate > rates[reference][seed].get(client, 0.0) for client, rate in own.items()) / len(own)
-                    for seed, own in by_seed.items()
-                    if seed in rates[reference] and own
-                ]
-            )
-        )
+        label: {
+            seed: sum(rate > theirs[seed].get(client, 0.0) for client, rate in own.items()) / len(own)
+            for seed, own in by_seed.items()
+            if seed in theirs and own
+        }
         for label, by_seed in rates.items()
     }
 

@@ -138,8 +138,8 @@ def algorithm_page(name: str) -> str:
 
 
 def _arguments(factory: Any) -> list[tuple[str, str]]:
-    doc = inspect.getdoc(factory) or ""
-    return re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", doc, re.M | re.S)
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
+    return re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section[1], re.M | re.S) if section else []
 
 
 def _default(value: Any) -> str:

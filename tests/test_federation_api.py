@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import threading
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 import raafl
 from raafl.api.python_objects import digest
 from raafl.commands.cli import main
+from raafl.core.algorithm import Local
 from raafl.core.options import Training
-from raafl.data import Dirichlet
+from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
@@ -347,6 +349,33 @@ def test_a_run_goes_on_only_with_the_arrays_it_had_and_takes_numbers_of_numpy(tm
         federation(max_updates=12).simulate(made(1.5), digits(), resume=tmp_path / "run")
     with pytest.raises(BadInput, match="whose run is finished"):  # what is checked after the settings
         federation(max_updates=12).simulate(made(1.0), digits(), resume=tmp_path / "run")
+
+
+def test_a_run_goes_on_only_with_the_arrays_of_its_method_and_partition(tmp_path):
+    @dataclass(frozen=True)
+    class Weighted(Local):
+        weights: object = None
+
+    @dataclass(frozen=True)
+    class Shares(Iid):
+        shares: object = None
+
+    def made(method, partition, **more):
+        arrays = np.ones((2, 2000))
+        arrays[:, 1000] = method, partition
+        weighted = replace(raafl.fed_avg(), local=Weighted(weights={"of classes": [torch.tensor(arrays[0])]}))
+        return federation(algorithm=weighted, partition=Shares(shares=arrays[1]), **more)
+
+    made(1.0, 1.0, output=tmp_path / "run").simulate(small_mlp, digits())
+    for method, partition, other in (
+        (2.0, 1.0, "algorithm"),
+        (1.0, 2.0, "partition"),
+        (2.0, 2.0, "partition, algorithm"),
+    ):
+        with pytest.raises(BadInput, match=f"resume: ({other}|algorithm, partition) not as in"):
+            made(method, partition).simulate(small_mlp, digits(), resume=tmp_path / "run")
+    with pytest.raises(BadInput, match="whose run is finished"):
+        made(1.0, 1.0).simulate(small_mlp, digits(), resume=tmp_path / "run")
 
 
 def test_a_run_goes_on_only_with_the_weights_it_began_with_and_says_how_to_have_them(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
 
@@ -252,7 +252,7 @@ def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[
         found["algorithm"] = {"class_path": f"raafl.{algorithm.name}"}
     else:
         parts = algorithm.describe()
-        shown = {"given": parts.pop("name"), "parts": parts, "shown": repr(algorithm)}
+        shown = {"given": parts.pop("name"), "parts": parts, "shown": repr(algorithm) + _arrays_in(algorithm)}
         found["algorithm"] = {"class_path": f"{_HERE}.algorithm", "init_args": shown}
     found["partition"] = _partition(experiment.partition)
     found["model"] = {"class_path": f"{_HERE}.Module", "init_args": _module(module)}
@@ -339,7 +339,23 @@ def without_addresses(text: str) -> str:
 
 def _shown(thing: object) -> str:
     text = without_addresses(repr(thing))
-    return text if len(text) <= 4000 else f"{text[:4000]} ..."
+    return (text if len(text) <= 4000 else f"{text[:4000]} ...") + _arrays_in(thing)
+
+
+def _arrays_in(thing: object) -> str:
+    """Return digests of the arrays in a record, of which its `repr` leaves out digits and entries; "" if it has none."""
+
+    def walk(value: object) -> Iterator[object]:
+        if isinstance(value, np.ndarray | Tensor):
+            yield _plain(value)
+        elif isinstance(value, (Mapping, list, tuple)):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                yield from walk(item)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from walk(getattr(value, field.name, None))
+
+    return "".join(f"; {one}" for one in walk(thing))
 
 
 def to_yaml(config: Mapping[str, Any], notes: list[str]) -> str:

@@ -110,6 +110,8 @@ def _algorithms() -> dict[str, Any]:
 
 def algorithm_page(name: str) -> str:
     """Return the page of one algorithm: its module's docstring, its five answers, what its factory takes."""
+    from raafl.commands.listing import documented_arguments
+
     factory = _algorithms()[name]
     module = sys.modules[factory.__module__]
     head, _, body = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
@@ -119,7 +121,8 @@ def algorithm_page(name: str) -> str:
     lines += ["", "## Arguments", "", "| argument | default | |", "| --- | --- | --- |"]
     parameters = inspect.signature(factory).parameters
     lines += [
-        f"| `{arg}` | `{_default(parameters[arg].default)}` | {_cell(text)} |" for arg, text in _arguments(factory)
+        f"| `{arg}` | `{_default(parameters[arg].default)}` | {_cell(text)} |"
+        for arg, text in documented_arguments(factory)
     ]
     lines += [
         "",
@@ -135,11 +138,6 @@ def algorithm_page(name: str) -> str:
     file = Path(module.__file__ or "").relative_to(ROOT)
     lines += ["", f"The equations are in `{file}`; [methods](../methods/index.md) have the prose."]
     return "\n".join(lines) + "\n"
-
-
-def _arguments(factory: Any) -> list[tuple[str, str]]:
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
-    return re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section[1], re.M | re.S) if section else []
 
 
 def _default(value: Any) -> str:

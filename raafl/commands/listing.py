@@ -70,7 +70,7 @@ def table(rows: list[dict[str, str]], width: int) -> str:
 
 def describe(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
     """Describe one algorithm in words: the parts of which it is made, such as its merge rule, and its arguments."""
-    texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
+    texts = documented_arguments(factory)
     parameters = inspect.signature(factory).parameters
     lines = [_paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]
     indent = max([12, *(len(name) for name, _ in texts)]) + 1
@@ -86,6 +86,12 @@ def describe(factory: Callable[..., Any], row: dict[str, str], width: int) -> st
             subsequent_indent=" " * (indent + 4),
         )
     return "\n".join(lines)
+
+
+def documented_arguments(factory: Callable[..., Any]) -> list[tuple[str, str]]:
+    """Return the arguments of a function with their texts, as its docstring has them under "Args:"."""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
+    return re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section[1], re.M | re.S) if section else []
 
 
 def _paragraphs(rows: list[dict[str, str]], width: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from raafl.commands.cli import USAGE, main
+from raafl.commands.stored_runs import AUTO, with_local_resume
 from raafl.config.argv import values, with_paths, without
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
@@ -99,6 +100,7 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
             parse(command, rest)
     elif command in ("fit", "simulate"):
         local = without(rest, "--local", "--max_restarts") if values(rest, "--local") else rest
+        local = with_local_resume(local) if values(local, "--resume") == [AUTO] else local
         if is_shipped_config_alone(argv):
             return
         if not (runs and command == "simulate" and not values(rest, "--resume") and not is_far(rest)):

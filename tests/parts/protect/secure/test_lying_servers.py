@@ -249,7 +249,7 @@ class Liar:
         ]
         if not cells:
             return None
-        victim, others = self.rng.choice(sorted(cells, key=str))
+        victim, others = self.rng.choice(sorted(cells, key=lambda cell: (cell[0], sorted(cell[1]))))
         if kind == "senders":
             return kind, {victim: set(others)}
         hidden, num_in = {}, Counter()

@@ -25,9 +25,9 @@ from raafl.runtime.executors.base import attempt
 from raafl.runtime.protocol import Assign
 from raafl.runtime.server.session_protocol import (
     Beside,
+    Confirm,
     Join,
     NextTask,
-    Send,
     Sent,
     SessionExtension,
     SessionProtocol,
@@ -36,7 +36,7 @@ from raafl.runtime.server.session_protocol import (
 )
 from raafl.runtime.simulation import ARRIVED, ClockExtension, Due, Simulation
 from raafl.submodel import FlatTensors
-from raafl.transport import Kind, Message, Refused
+from raafl.transport import Kind, Refused
 
 
 class EarlySteps:
@@ -408,6 +408,5 @@ class OverlappedSession(SessionExtension):
         session.up, self._other_up = self._other_up, session.up
         following: Sent | None = yield Join(ahead)
         if following is not None:  # confirm the update here: messages of the next task do not
-            confirms = {"confirms": assignment.id}
-            yield Send(Message(Kind.KEEPALIVE, 0, session.incarnation, confirms))
+            yield Confirm(assignment.id)
         return following

@@ -43,7 +43,7 @@ from raafl.algorithm import (
     derive_seed,
 )
 from raafl.parts.merge.label_split import LabelSplit
-from raafl.parts.select.rate_select import by_rate
+from raafl.parts.select.rate_select import by_rate, rates_in_words
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Shares of the width at complexity levels a to e, with r = 0.5 (section 4)."""
@@ -136,7 +136,7 @@ class DrawnRates(Select):
         return self._at(min(self.rates)).notes(fleet)
 
     def __str__(self) -> str:
-        return f"leading units, in each round one of {', '.join(f'{rate:g}' for rate in self.rates)} of the width"
+        return f"leading units, in each round one of {rates_in_words(list(self.rates))} of the width"
 
 
 def by_class(mean: Mean, masked: bool) -> Merge:

@@ -131,6 +131,7 @@ def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str]
 def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
     """Yield each config option of a command with its help text and, if they are few, its allowed values."""
     from raafl.algorithms import ALGORITHMS
+    from raafl.commands.listing import documented_arguments
     from raafl.config.parse import make_parser
 
     for action in make_parser(command)._actions:
@@ -142,8 +143,7 @@ def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
             yield name, text, known
     seen = set()
     for factory in ALGORITHMS.values():
-        doc = inspect.getdoc(factory) or ""
-        texts = dict(re.findall(r"^ {4}(\w+): (.*)$", doc, re.M))
+        texts = {name: text.partition("\n")[0] for name, text in documented_arguments(factory)}
         for argument in inspect.signature(factory).parameters:
             if argument not in seen:
                 seen.add(argument)

@@ -87,9 +87,7 @@ def seed_file_problems(seed_file: str | None, folder: Path) -> Iterator[str]:
         )
     elif recorded is None and seed_file is not None:
         yield f"privacy.seed_file is '{seed_file}', but the noise of '{folder}' follows from the run's seed: leave it out"
-    elif (
-        recorded != seed_file and not there
-    ):  # a run would make the file, or take its seed; the file may have been moved
+    elif recorded != seed_file and not there:  # a run would make the file, or take its seed; it may have been moved
         given = "null" if seed_file is None else f"'{seed_file}', which does not exist"
         begun = sanitize_text(recorded)
         yield f"privacy.seed_file is {given}, but the noise of '{folder}' follows from the file '{begun}': give that one"

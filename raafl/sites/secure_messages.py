@@ -390,7 +390,7 @@ class SecureGroups:
         return num_out == len(ready)
 
     def num_together(self, specs: Sequence[Spec]) -> int:
-        """Return how many clients of a group, from the first, are summed at once: all, or a half, a quarter and so on.
+        """Return the number of clients of a group, from the first, that are summed at once: all, or a half and so on.
 
         It is not all if submodels overlap in too many ways for one sum; the others, `least` or more, are summed next.
         """

@@ -66,9 +66,8 @@ class Fit:
 
     client: int  # id of the client
     slowdown: float  # factor on predicted computation time
-    overhead_s: (
-        float  # seconds that every round trip to the server takes in addition: one of each task, and its exchanges
-    )
+    # seconds that every round trip to the server takes in addition: one of each task, and its exchanges
+    overhead_s: float
     jitter: float  # standard deviation of the logarithm of a task's speed
     num_fitted: int  # number of tasks used for the fit
     num_held_out: int = 0  # number of further tasks on which the fit was checked

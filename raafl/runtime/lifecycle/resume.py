@@ -297,9 +297,8 @@ def mend(saved: SavedRun) -> Mended:
     coordinator = section["coordinator"]
     last_id, joins, num_events = 0, dict[int, int](), section["record"]["num_events"]
     later: dict[int, JournalRow] = {}  # by id: tasks that were assigned after the checkpoint
-    resumes: list[
-        tuple[int, int, list[tuple[int, int]]]
-    ] = []  # line, number of events that it kept, what it has undone
+    # of each resume: its line, the number of events that it kept, what it has undone
+    resumes: list[tuple[int, int, list[tuple[int, int]]]] = []
     announced: list[tuple[int, int]] = []  # undone by the resumes since the last event
     has_gap = False
     # read also the rows that a resume has cut off, since their ids must not be used again

@@ -4,7 +4,7 @@ The result is that of `raafl compare benchmarks/unequal/small.yaml`; what is lea
 (`raafl/lab/plan/choices.json`), and its error goes to `benchmarks/results/auto.json`.
 
     python -m benchmarks.choices [GRID.json] [--check]
-    python -m benchmarks.choices --unseen GRID/result.json [GRID/result.json ...]
+    python -m benchmarks.choices --unseen GRID/result.json [FILE.json ...]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, mode
@@ -314,37 +314,52 @@ def _said(ratio: float | None) -> str:
 def unseen(paths: Sequence[Path]) -> list[Row]:
     """Return a row for each cell of grids with auto as a row: what it chose, and its time as a ratio to the others'.
 
-    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders; of a row that several
-    have, the first one counts.
+    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml` or auto-again.yaml, each beside its run folders, and
+    files with earlier rows of this function; of a method that several have, the first one counts.
     """
-    cells: dict[Key, dict[str, tuple[Path, Mapping[str, Any]]]] = {}
+    cells: dict[Key, dict[str, tuple[MethodRuns | None, Row]]] = {}
     for path in paths:
-        for cell in json.loads(path.read_text())["cells"]:
-            known = cells.setdefault((cell["fleet"], cell["task"]), {})
-            for row in cell["rows"]:
-                known.setdefault(row["row"], (path.parent, row))
+        for key, label, runs, choice in _measured(path):
+            cells.setdefault(key, {}).setdefault(label, (runs, choice))
     rows = []
     for (fleet, task), known in cells.items():
-        here = {label: one for label, (_, row) in known.items() if (one := MethodRuns.of(row)) is not None}
+        here = {label: runs for label, (runs, _) in known.items() if runs is not None}
         if "auto" not in here:
             continue
-        folder, row = known["auto"]
-        journals = [folder / run["folder"] / JOURNAL for run in row["runs"] if "error" not in run]
-        firsts = [json.loads(next(iter(journal.open()))) for journal in journals]
-        adjusted = [sum('"event":"adjusted"' in line for line in journal.open()) for journal in journals]
         rows.append(
             {
                 "fleet": fleet,
                 "task": task,
                 "seeds": len(here["auto"].seconds),
                 "reached": here["auto"].reached,
-                "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})),
-                "adjusted": median(adjusted),
+                **known["auto"][1],
                 **_over_best(here["auto"], here),
                 **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
             }
         )
     return rows
+
+
+def _measured(path: Path) -> Iterator[tuple[Key, str, MethodRuns | None, Row]]:
+    """Yield cell, method, runs, and what was chosen where the method is auto; see `unseen`."""
+    found = json.loads(path.read_text())
+    for cell in found.get("cells", ()):
+        for row in cell["rows"]:
+            choice = _choice(path.parent, row) if row["row"] == "auto" else {}
+            yield (cell["fleet"], cell["task"]), row["row"], MethodRuns.of(row), choice
+    for row in found.get("rows", ()):
+        for label, seconds in row.get("seconds", {}).items():
+            choice = {name: row[name] for name in ("chosen", "adjusted")}
+            yield (row["fleet"], row["task"]), label, MethodRuns(tuple(seconds), math.nan), choice
+
+
+def _choice(folder: Path, row: Mapping[str, Any]) -> Row:
+    """Return the methods that the runs of a row chose, and how often each adjusted them in the median."""
+    journals = [folder / run["folder"] / JOURNAL for run in row["runs"] if "error" not in run]
+    firsts = [json.loads(next(iter(journal.open()))) for journal in journals]
+    adjusted = [sum('"event":"adjusted"' in line for line in journal.open()) for journal in journals]
+    methods = sorted({first["chosen"]["method"] for first in firsts})
+    return {"chosen": " or ".join(methods), "adjusted": median(adjusted) if adjusted else 0}
 
 
 def unseen_rules(rows: Sequence[Row]) -> list[Row]:
@@ -406,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m benchmarks.choices")
     parser.add_argument("grid", type=Path, nargs="?", default=GRID, help="result of the grid")
     parser.add_argument(
-        "--unseen", type=Path, nargs="+", help="results of the grid auto.yaml: write results/auto-unseen.json"
+        "--unseen", type=Path, nargs="+", help="results of grids with auto as a row: write results/auto-unseen.json"
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)

@@ -178,6 +178,14 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
         {"rule": "always TimelyFL", "cells": 1, "median": "1.00", "worst": "1.00"},
         {"rule": "always FedAsync", "cells": 1, "median": "not reached", "worst": "not reached"},
     ]
+    # rows of before serve for the methods that are not run again
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"rows": [{"part": "cell", **found[0]}, {"part": "rule", "rule": "auto"}]}))
+    assert choices.unseen([earlier]) == found
+    rows[0]["runs"] = [{**run(i, 100.0, 50, 30.0), "folder": "runs/a"} for i in range(2)]
+    (tmp_path / "a.json").write_text(json.dumps({"cells": [{"fleet": "f", "task": "t", "rows": rows[:1]}]}))
+    (again,) = choices.unseen([tmp_path / "a.json", earlier])
+    assert again["seconds"] == {**found[0]["seconds"], "auto": [30.0, 30.0]} and again["ratio"] == pytest.approx(1.2)
 
 
 def test_a_fleet_counts_once_whatever_its_tasks():

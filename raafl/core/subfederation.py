@@ -354,7 +354,7 @@ def problem_above(algorithm: Algorithm, merge: Merge) -> str | None:
     """
     local, name = algorithm.local, algorithm.name
     if not all(one.merges_means for one in _chain(merge)):
-        return f"the merge of {name} ({merge}) takes no mean of several clients' updates"
+        return f"the merge of {name} ({merge}) needs each client's own update, not a mean of several"
     if local.down or local.up or local.traits.resident or local.traits.up_as is not None:
         return f"clients of {name} send more than the values of their submodel"
     if type(local).exchange is not Local.exchange:

@@ -199,11 +199,19 @@ def test_methods_whose_merge_is_a_mean_take_subfederations(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["scaffold", "hetero_fl", "fed_nova", "split_fed", "fed_per", "ca2fl", "fed_pm", "moon"]
+    "name", ["scaffold", "hetero_fl", "fed_nova", "fed_per", "ca2fl", "fed_pm", "moon", "prune_fl"]
 )
-def test_other_methods_do_not(name):
+def test_a_merge_that_must_see_each_client_takes_none(name):
     algorithm = ALGORITHMS[name]()
-    assert problem_above(algorithm, algorithm.merge) is not None
+    found = problem_above(algorithm, algorithm.merge)
+    assert found == f"the merge of {name} ({algorithm.merge}) needs each client's own update, not a mean of several"
+
+
+def test_neither_does_a_method_with_an_exchange_or_bundles():
+    split, variates = ALGORITHMS["split_fed"](), ALGORITHMS["scaffold"]()
+    assert problem_above(split, split.merge) == "tasks of split_fed exchange messages with the server"
+    # with a merge that means would do for
+    assert problem_above(variates, split.merge) == "clients of scaffold send more than the values of their submodel"
 
 
 test_what_cannot_be_below_is_refused = refuses(

@@ -204,7 +204,7 @@ class RunRecord:
         self.figures.logged.close(version)
 
     def awaits(self, version: int) -> bool:
-        """Return whether a version is queued for an evaluation that has not ended."""
+        """Check whether a version is queued for an evaluation that has not ended."""
         return version in self._due
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:

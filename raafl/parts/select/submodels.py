@@ -372,7 +372,7 @@ class WrappedSelect(Select):
         return self.inner.needs_last_update
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return what the wrapped select part assigns to the client."""
+        """Return the work that the wrapped select part assigns to the client."""
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:

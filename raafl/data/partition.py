@@ -375,9 +375,15 @@ class ByColumn(Partition):
 
 
 def _one_dimensional(column: Sequence[Any]) -> npt.NDArray[Any]:
-    """Return a column as an array with one entry for each sample; raise ValueError if its entries are lists."""
+    """Return a column as an array with one entry for each sample.
+
+    Raises:
+        ValueError: its entries are lists, or texts among numbers, of which numpy would make texts: 3 and "3" one owner.
+    """
     found = np.asarray(column)
     if found.ndim != 1:
+        raise ValueError
+    if found.dtype.kind in "SU" and not all(isinstance(one, str | bytes) or one != one for one in column):
         raise ValueError
     return found
 

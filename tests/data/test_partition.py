@@ -219,6 +219,9 @@ def test_by_column_errors():
         ByColumn("who").split([0, 0], 1, 0)
 
 
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
     ("column", "named"),
     [
@@ -226,6 +229,8 @@ def test_by_column_errors():
         ([[1], [2], [1]], "the list of sample 0"),
         ([[1], [1, 2], [1]], "the list of sample 0"),
         ([{"a": 1}, {"a": 2}, {"a": 1}], "the dict of sample 0"),
+        (["3", 3, "4"], "texts among numbers"),
+        (["a", 1.5, NAN], "texts among numbers"),
     ],
 )
 def test_a_column_whose_entries_cannot_be_sorted_is_refused(column, named):
@@ -233,9 +238,6 @@ def test_a_column_whose_entries_cannot_be_sorted_is_refused(column, named):
         BadInput, match=f"'who' has entries that cannot be sorted, such as {named}: give each sample a text"
     ):
         ByColumn("who").split([0, 0, 0], 1, 0, {"who": column})
-
-
-NAN = float("nan")
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,14 @@ def _end_with_parent() -> None:
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
-    """Choose a random share of a comparison's runs, to be replayed as a check; the number of runs is rounded up."""
+    """Choose a random share of a comparison's runs, to be replayed as a check; the number of runs is rounded up.
+
+    Raises:
+        BadInput: all runs failed, so that nothing would be checked.
+    """
     runs = [run | {"row": row["row"]} for row in result["rows"] for run in row["runs"] if "error" not in run]
+    if not runs:
+        raise BadInput(f"verify is {share:g}, but no run of '{result['name']}' has ended: run the comparison first")
     return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
 
 

@@ -76,12 +76,12 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "finished": summary["finished"],
         "model_digest": summary["model_digest"],
         "journal_digest": file_digest(outcome.folder / JOURNAL),
-        "metrics": {name: value for name, value in summary["final"].items() if math.isfinite(value)},
+        "metrics": {name: value for name, value in summary["final"].items() if value is not None},
         "final": smooth[-1][1] if smooth else None,
         "best": (max if comparison.maximize else min)(values) if values else None,
         "time_to": times,
         "megabytes_to": {target: _last_before(sent, time_s) for target, time_s in times.items()},
-        "curve": [[round(time_s, 6), value] for time_s, value in curve],
+        "curve": [[round(time_s, 6), value if math.isfinite(value) else None] for time_s, value in curve],
     }
     if (summary.get("batched") or {}).get("mode") == "fast":
         known["batch_clients"] = "fast"

@@ -399,7 +399,11 @@ def _last_lines(path: Path) -> list[str]:
 def _sentence(outcome: Outcome) -> str:
     if outcome.summary is None:
         return f"failed: {outcome.error}"
-    final = "  ".join(f"{name} {value:.4g}" for name, value in outcome.summary["final"].items())
+    # a summary, like all JSON, has null in place of NaN and infinity
+    final = "  ".join(
+        f"{name} {'not finite' if value is None else format(value, '.4g')}"
+        for name, value in outcome.summary["final"].items()
+    )
     return f"{final}  in {outcome.summary['wall_s']:.0f} s"
 
 

@@ -163,6 +163,13 @@ def test_a_flipped_digest_is_found(finished):
         (out / "result.json").write_text(text)
 
 
+def test_nothing_is_verified_where_no_run_has_ended(tmp_path):
+    rows = [{"row": "Fed-RAA", "runs": [{"seed": 0, "error": "killed"}]}]
+    (tmp_path / "result.json").write_text(json.dumps({"name": "small", "rows": rows}))
+    with pytest.raises(BadInput, match=r"verify is 0\.2, but no run of 'small' has ended: run the comparison first"):
+        compare([written(tmp_path), "--output", str(tmp_path), "--verify"])
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_kept(tmp_path, capfd):
     file = written(
         tmp_path,

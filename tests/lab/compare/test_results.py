@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from raafl.lab.compare.comparison import Comparison
 from raafl.lab.compare.results import _clients, _last_before, gains, measure, summarize, with_holm
-from raafl.lab.compare.runs import Outcome, Run
-from raafl.runfolder.schema import CLIENTS, METRICS, TESTED
+from raafl.lab.compare.runs import Outcome, Run, _sentence
+from raafl.runfolder.append_file import to_json
+from raafl.runfolder.events import read_summary
+from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, METRICS, SUMMARY, TESTED
 
 LOSS = Comparison("c", "quickstart", {"A": ()}, (0, 1, 2), metric="loss", maximize=False, targets=(0.5,))
 
@@ -55,6 +59,31 @@ def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
     smooth = replace(LOSS, smooth=2)
     found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), smooth, tmp_path)
     assert found["error"] == "loss is not finite in one of the last 2 evaluations, of which `smooth` takes the mean"
+
+
+def test_another_metric_that_is_not_finite_is_left_out(tmp_path):
+    """A perplexity, exp(loss), is infinite soon; a summary, like all JSON, has null for it."""
+    summary = {
+        "finished": "max_updates",
+        "final": {"loss": 800.0, "perplexity": math.inf},
+        "model_digest": "d",
+        "participation": {"1": 1},
+        "participation_rate": {"mean": 1.0},
+        **dict.fromkeys(("time_s", "wall_s", "bytes_up", "bytes_down", "updates_merged", "versions", "utilisation"), 1),
+    }
+    (tmp_path / SUMMARY).write_text(to_json(summary))
+    (tmp_path / METRICS).write_text(
+        "version,time_s,bytes_up,bytes_down,loss,perplexity\n0,0.0,0,0,nan,nan\n1,1.0,1,1,800.0,inf\n"
+    )
+    (tmp_path / CLIENTS).write_text(f"client,num_samples,{TESTED}loss\n")
+    (tmp_path / CONFIG).write_text("clients: 1\n")
+    (tmp_path / JOURNAL).write_text("")
+    run = Run("A", "quickstart", (), 0, "d", (None, None), "f")
+    outcome = Outcome(run, tmp_path, read_summary(tmp_path), "c")
+    assert _sentence(outcome) == "loss 800  perplexity not finite  in 1 s"
+    found = measure(outcome, LOSS, tmp_path)
+    assert (found["metrics"], found["final"]) == ({"loss": 800.0}, 800.0)
+    assert json.loads(json.dumps(found, allow_nan=False))["curve"] == [[0.0, None], [1.0, 800.0]]
 
 
 def test_a_metric_that_is_not_finite_for_a_client_has_no_mean_and_no_worst_client(tmp_path):

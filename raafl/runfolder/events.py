@@ -51,6 +51,16 @@ def read_summary(folder: Path) -> Summary | None:
     return cast(Summary, {name: value for name, value in found.items() if name not in wrong})
 
 
+def is_current(summary: Summary, folder: Path, *, resumed: bool) -> bool:
+    """Check whether the run has written nothing since its summary, as one does that was resumed after an interruption.
+
+    `resumed`: whether the journal says that the run was resumed.
+    """
+    if not resumed or str(summary.get("finished")) in REASONS:  # what has reached its end is never resumed
+        return True
+    return (folder / JOURNAL).stat().st_mtime_ns <= (folder / SUMMARY).stat().st_mtime_ns
+
+
 _REMEDY = "the journal was changed: give an unchanged copy of the run's folder"
 
 
@@ -167,7 +177,7 @@ class JournalReader:
 
 
 def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Summary | None]:
-    """Read what a replay needs: the journal, and the summary (None if the run has not finished).
+    """Read what a replay needs: the journal, and the summary (None if the run has not finished, or not since it was resumed).
 
     Raises:
         BadInput: the folder does not contain a run, or the journal lacks rows before event ``until``.
@@ -181,8 +191,9 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
         _, summary = rows.num_events, read_summary(folder)
     except ValueError as error:
         raise BadInput(sanitize_text(error)) from None
-    num_events = 0
+    num_events, resumed = 0, False
     for row in rows:
+        resumed |= row.get("event") == "resumed"
         for name in (name for name in _READ.get(str(row.get("event")), ()) if name not in row):
             raise BadInput(f"{JOURNAL}: the row {json.dumps(row)[:120]} has no {name}; {_REMEDY}")
         if row.get("event") == "gap":
@@ -193,7 +204,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
     missing = (summary or {}).get("unwritten", {}).get(JOURNAL, 0)
     if missing:
         raise _missing(f"its last {missing} rows are missing", num_events)
-    return rows, summary
+    return rows, summary if summary is not None and is_current(summary, folder, resumed=resumed) else None
 
 
 def _missing(what: str, num_events: int) -> BadInput:
@@ -328,7 +339,7 @@ class RunTail(Generic[R]):
                 break
             except _WrittenAnew:
                 self._begin()
-                undone = _undone(self.path / JOURNAL)
+                undone = rolled_back_lines(self.path / JOURNAL)
         return self._take_summary() or news
 
     def _take_rows(self, name: str, take: Callable[[Mapping[str, str]], None]) -> bool:
@@ -387,19 +398,18 @@ class RunTail(Generic[R]):
             return False
         try:
             found = read_summary(self.path)
-            if found is None:
+            if found is None or not (self.path / JOURNAL).is_file():
                 return False
-            later = (self.path / JOURNAL).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
+            if not is_current(found, self.path, resumed=self._resumed):
+                return False
         except OSError:
-            return False
-        if str(found.get("finished")) not in REASONS and later and self._resumed:
             return False
         self.state.ended(found)
         self.begun = self._has_ended = True
         return True
 
 
-def _undone(journal: Path) -> RolledBackLines:
+def rolled_back_lines(journal: Path) -> RolledBackLines:
     """Find the journal's lines that a resume has undone; only the few lines about a resume are parsed as JSON."""
     new_lines, undone = NewLines(journal), RolledBackLines()
     while lines := new_lines.lines():

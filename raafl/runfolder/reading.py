@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from raafl.errors import BadInput
 from raafl.plain_yaml import load_untrusted_yaml
-from raafl.runfolder.events import JournalReader, read_summary
+from raafl.runfolder.events import JournalReader, is_current, read_summary, rolled_back_lines
 from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
     CLIENTS,
@@ -133,6 +133,7 @@ class RecordedRun:
     runtime: str = ""
     last_event_s: float = 0.0
     has_journal: bool = False
+    resumed: bool = False  # whether the journal says that the run was resumed
     notes: list[str] = field(default_factory=list)  # what is missing or damaged, as sentences for the reader
 
     @property
@@ -219,6 +220,9 @@ def _read_summary(run: RecordedRun, path: Path) -> None:
     run.summary = read_summary(path.parent)
     if run.summary is None:
         run.notes.append("summary.json is damaged; its values are taken from the other files where possible")
+    elif not is_current(run.summary, path.parent, resumed=run.resumed):
+        run.summary = None
+        run.notes.append("the run has not ended since it was resumed: summary.json is older, and is left out")
 
 
 def _rows(run: RecordedRun, path: Path) -> Iterator[list[str]]:
@@ -296,10 +300,11 @@ def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
 
 def _read_journal(run: RecordedRun, path: Path) -> None:
     """Read from the journal when clients were connected, their device profiles, and which tasks never ended."""
-    settled = set(run.tasks["assignment"].tolist())
+    settled, undone = set(run.tasks["assignment"].tolist()), rolled_back_lines(path)
     try:
-        for event in JournalReader(path).written():
-            _take(run, event, settled)
+        for number, event in enumerate(JournalReader(path).written()):
+            if number not in undone:
+                _take(run, event, settled)
     except ValueError as error:
         run.notes.append(f"the journal is damaged and was read only up to this point: {str(error)[:200]}")
     run.has_journal = bool(run.clients)
@@ -311,8 +316,9 @@ def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
         run.last_event_s = max(run.last_event_s, at)
     if kind == "run":
         run.runtime = str(event.get("runtime", ""))
-    elif kind == "resumed" and isinstance(event.get("goals"), dict):
-        run.goals = event["goals"]
+    elif kind == "resumed":
+        run.resumed = True
+        run.goals = event["goals"] if isinstance(event.get("goals"), dict) else run.goals
     elif kind == "gap":
         run.notes.append(f"{event.get('rows')} events are missing in the journal")
     if not isinstance(client, int) or not math.isfinite(at):

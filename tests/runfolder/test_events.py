@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -69,6 +70,22 @@ def test_a_run_is_read_without_what_does_not_count(tmp_path):
     found, summary = read_run(folder(tmp_path, *rows))
     assert (list(found), summary) == ([rows[0], rows[1], rows[3], rows[4]], None)
     assert read_run(folder(tmp_path, *rows, summary='{"seed": 3}'))[1] == {"seed": 3}
+
+
+def test_a_summary_from_before_the_run_was_resumed_is_none(tmp_path):
+    """Interrupted, resumed, and killed: the summary has the model of the interruption, which no replay ends with."""
+    rows, stopped = events("joined", "stop", 1, "timer"), '{"finished": "interrupted"}'
+
+    def found(rows, summary, journal_s):
+        folder(tmp_path, *rows, summary=summary)
+        os.utime(tmp_path / "summary.json", (100, 100))
+        os.utime(tmp_path / "events.jsonl", (journal_s, journal_s))
+        return read_run(tmp_path)[1]
+
+    assert found(rows, stopped, 101) is None
+    assert found(rows, stopped, 100) == {"finished": "interrupted"}  # stopped a second time
+    assert found(rows[:2], stopped, 101) == {"finished": "interrupted"}  # never resumed: somebody has touched the file
+    assert found(rows, '{"finished": "max_updates"}', 101) == {"finished": "max_updates"}
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"seed":', "\xff"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from raafl.errors import BadInput
 from raafl.runfolder.reading import number, read
-from tests.lab.report.folders import EVENTS, SUMMARY, TASKS, write
+from tests.lab.report.folders import EVENTS, QUICK, SUMMARY, TASKS, write
 
 
 def test_a_whole_folder_is_read_without_a_note(tmp_path):
@@ -26,6 +27,23 @@ def test_a_whole_folder_is_read_without_a_note(tmp_path):
     assert (run.clients[1].device, run.clients[1].flops_per_s, run.clients[1].num_samples) == ("quick", 2e9, 30)
     assert run.open_tasks == [(2, 8.0)]
     assert run.lost_at == {2: [6.0]}
+
+
+def test_a_resumed_run_is_read_without_what_it_has_gone_back_behind(tmp_path):
+    """A server is killed at 60 s and resumed from its checkpoint at 9 s: what happened in between is no part of the run."""
+    undone = [
+        {"time_s": 40.0, "event": "lost", "client": 1, "reason": "gone", "incarnation": 0},
+        {"time_s": 50.0, "event": "joined", "client": 1, "incarnation": 1, **QUICK},
+        {"time_s": 60.0, "event": "assigned", "id": 9, "client": 1},
+    ]
+    rows = [*EVENTS, *undone, {"time_s": 9.0, "event": "resumed", "kept": 4}]
+    run = read(write(tmp_path / "run", events=rows, summary={**SUMMARY, "finished": "interrupted", "time_s": 7.0}))
+    assert (run.clients[1].spells, run.lost_at, run.open_tasks) == ([(0.0, math.inf)], {2: [6.0]}, [(2, 8.0)])
+    assert (run.end_s, run.notes) == (7.0, [])
+    os.utime(run.path / "summary.json", (100, 100))  # of an interruption before
+    run = read(run.path)
+    assert (run.end_s, run.summary) == (9.0, None)
+    assert run.notes == ["the run has not ended since it was resumed: summary.json is older, and is left out"]
 
 
 @pytest.mark.parametrize("missing", ["config", "events", "tasks", "metrics", "summary"])

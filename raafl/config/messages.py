@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 import yaml
 
+from raafl.algorithms import ALGORITHMS, DESCRIBED
 from raafl.config.argv import name_of, values
 from raafl.config.check import MADE, Check, kind_of, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS
@@ -483,4 +485,20 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     group, _, last = name.removeprefix("--").rpartition(".")
     if group in _GROUPS and last in _INSTEAD and name not in known:
         return f"{what}: {_INSTEAD[last]}"
+    if not group and (method := _method_with(last)):
+        example = f"--algorithm.{last}, or raafl.{method}({last}=...) in Python"
+        return f"{what}: it is an argument of methods, such as {method}: {example}"
     return f"{what}: {nearest(name, known)}"
+
+
+def _method_with(argument: str) -> str | None:
+    """Return a method whose factory has the argument, by its source: to import all methods would take seconds."""
+    for name in ALGORITHMS:
+        file = DESCRIBED.with_name(f"{name}.py")
+        file = file if file.exists() else DESCRIBED.parent / name / "__init__.py"
+        text = file.read_text(encoding="utf-8")
+        body = ast.parse(text).body if argument in text else []
+        factories = (node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+        if any(argument == one.arg for args in factories for one in (*args.args, *args.kwonlyargs)):
+            return name
+    return None

@@ -369,14 +369,15 @@ class TrainerModule(LightningModule):
         return {} if loss is None else {"loss": loss}
 
     def _log_perplexity(self, loss: Any, batch: Any) -> None:
-        """Log a language model's perplexity over all labelled tokens of an evaluation."""
-        labels = batch.get("labels")
-        writes = callable(getattr(type(self.model), "generate", None)) and not hasattr(self.trainer_of(), "ref_model")
+        """Log a language model's perplexity over all labelled tokens, if the loss is their mean cross-entropy and nothing else."""
+        labels, config, args = batch.get("labels"), getattr(self.model, "config", None), self.trainer_of().args
+        is_other = getattr(args, "loss_type", None) == "dft" or getattr(config, "output_router_logits", False)
+        writes = callable(getattr(type(self.model), "generate", None)) and self.loss_in_forward and not is_other
         if not writes or loss is None or not isinstance(labels, Tensor) or labels.dim() != 2:
             return
         if "perplexity" not in self._modules:  # created here, since copies that only train need no metric
             self.perplexity = TokenPerplexity().to(loss.device)
-        shifted = labels if getattr(self.model.config, "is_encoder_decoder", False) else labels[:, 1:]
+        shifted = labels if getattr(config, "is_encoder_decoder", False) else labels[:, 1:]
         self.perplexity.update(loss.detach(), (shifted != _NO_LABEL).sum())
         self.log("perplexity", self.perplexity)
 
@@ -502,8 +503,7 @@ class MeasuredTrainerModule(TrainerModule):
 
 def _align(model: Any, processor: Any) -> None:
     """Set a model's missing padding token from its tokenizer, as a Trainer does, since decoders need it to classify batches."""
-    token = getattr(processor, "pad_token_id", None)
-    config = getattr(model, "config", None)
+    token, config = getattr(processor, "pad_token_id", None), getattr(model, "config", None)
     if token is not None and config is not None and getattr(config, "pad_token_id", token) is None:
         config.pad_token_id = token
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,14 @@ def test_compute_metrics_sees_the_whole_evaluation(tmp_path: Path) -> None:
     expected = alone.evaluate()
     assert result.final["accuracy"] == expected["eval_accuracy"]  # of 5 rows in 1 batch of 8
     assert result.final["loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
+
+
+@pytest.mark.slow("imports TRL")
+@pytest.mark.parametrize("changes", ({}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}))
+def test_perplexity_is_that_of_a_plain_cross_entropy_alone(changes: dict[str, Any], tmp_path: Path) -> None:
+    final = simulate(sft(tmp_path, **changes), tmp_path)[1].final
+    assert ("perplexity" in final) is (not changes)
+    assert changes or final["perplexity"] == pytest.approx(math.exp(final["loss"]), rel=0.01)
 
 
 def ramped(folder: Path, num: int = 8, **changes: Any) -> Any:

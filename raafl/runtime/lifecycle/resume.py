@@ -97,6 +97,8 @@ def load(folder: Path, runtime: str) -> SavedRun:
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
     _refuse_links(folder)
+    if checkpoint.newest(folder) is None:
+        raise BadInput(f"resume is '{folder}', whose run has no checkpoint yet: start it again, with another output")
     saved = checkpoint_reader.load(folder)
     if saved.raafl.get("finished") is not None and has_ended(folder):
         raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")

@@ -35,7 +35,7 @@ from raafl.runfolder.schema import JOURNAL
 GRID = Path(__file__).parent / "results" / "unequal-small.json"
 BESIDE = Path(__file__).parent / "results" / "unequal-fed-buff-defaults.json"
 """Result of the grid with FedBuff's defaults alone; auto is compared with it, and does not choose it."""
-JOINED = (Path(__file__).parent / "results" / "unequal-fed-raa.json",)
+JOINED = (Path(__file__).parent / "results" / "unequal-fed-raa-no-rescale.json",)
 """Results of further methods in the same grid, under the same rules, which are candidates, too."""
 DEFAULTS = "FedBuff-10"
 ALL_DEFAULTS = DEFAULTS, "FedBuff, defaults"
@@ -314,7 +314,7 @@ def _said(ratio: float | None) -> str:
 def unseen(paths: Sequence[Path]) -> list[Row]:
     """Return a row for each cell of grids with auto as a row: what it chose, and its time as a ratio to the others'.
 
-    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml` or auto-again.yaml, each beside its run folders, and
+    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders, and
     files with earlier rows of this function; of a method that several have, the first one counts.
     """
     cells: dict[Key, dict[str, tuple[MethodRuns | None, Row]]] = {}

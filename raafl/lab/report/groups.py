@@ -133,7 +133,8 @@ def _cut_short(run: RecordedRun) -> bool:
 def _key(run: RecordedRun) -> str:
     if not run.config or _cut_short(run):
         return f"alone {run.path}"
-    return json.dumps([_experiment(run), run.runtime], sort_keys=True, default=str)
+    # flat, since a mapping with numbers and texts as keys, which YAML allows, has no order
+    return json.dumps([flat(_experiment(run)), run.runtime], sort_keys=True)
 
 
 def _labels(members: Sequence[Sequence[RecordedRun]], fields: Sequence[Mapping[str, str]]) -> list[str]:

@@ -65,6 +65,14 @@ def test_runs_without_a_config_stay_apart(make, tmp_path):
     assert [group.label for group in groups] == ["fed_raa (a)", "fed_raa (b)"]
 
 
+def test_runs_whose_config_has_numbers_and_texts_as_keys_are_grouped(make):
+    runs = [make("a"), make("b", seed=1), make("c")]
+    for run, keys in zip(runs, ("1: a, b: c", "b: c, 1: a", "1: b, b: c"), strict=True):
+        (run.path / "config.yaml").write_text(f"seed: 0\nmodel: {{{keys}}}\n")
+    groups = group_runs([read(run.path) for run in runs])
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"]]
+
+
 def test_runs_of_the_same_seed_are_told_apart_by_their_folders(make):
     assert list(names_of(group_runs([make("a"), make("b")])).values()) == ["fed_raa, seed 0 (a)", "fed_raa, seed 0 (b)"]
 

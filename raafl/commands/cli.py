@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import logging
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WIDE = 160  # columns of a table if the output is not a terminal
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_DISK = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""Errors of a file that the user can mend, so that no traceback is of use."""
 # seconds that rank 0 has to report an error of all ranks, before another fails and torchrun ends all of them
 _WAIT_FOR_RANK_0_S = 30.0
 
@@ -192,6 +196,13 @@ def _main(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever read standard output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_DISK:
+            raise
+        is_full = error.errno in _FULL
+        remedy = "free some space, and run the same command again" if is_full else "name another file or folder"
+        _complain(f"'{sanitize_text(error.filename)}': {error.strerror}: {remedy}")
+        return 1 if is_full else 2
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:

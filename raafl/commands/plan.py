@@ -17,6 +17,7 @@ from raafl.config.parse import check_plain
 from raafl.errors import BadInput, at_least, parse_address
 from raafl.lean_import import quick_imports
 from raafl.local.malloc import keep_freed
+from raafl.runfolder.append_file import to_json
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile
@@ -67,9 +68,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         here.append(_measure(own, rest))
     if not any(item == "--config" or item.startswith("--config=") for item in rest):
         if here:
-            return (
-                json.dumps(asdict(here[0])) if "--json" in rest else f"written to {own.measure}: devices: {own.measure}"
-            )
+            return to_json(asdict(here[0])) if "--json" in rest else f"written to {own.measure}: devices: {own.measure}"
         raise BadInput(
             "`raafl plan` needs a config: give --config FILE, or --measure, --answer or --profiles (see --help)"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import socket
 from pathlib import Path
@@ -199,3 +201,26 @@ def test_ranks_started_by_hand_with_bad_places(change, line, monkeypatch, capfd,
             monkeypatch.setenv(name, value)
         assert main(["fit", "--config", QUICKSTART, "--waits.join_s", "1"]) == 2
     assert capfd.readouterr() == ("", line.format(port=port))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "remedy"),
+    [
+        (errno.EROFS, 2, "name another file or folder"),
+        (errno.ENAMETOOLONG, 2, "name another file or folder"),
+        (errno.ENOSPC, 1, "free some space, and run the same command again"),
+    ],
+)
+def test_a_file_that_the_disk_does_not_take_is_named_without_a_traceback(number, code, remedy, monkeypatch, capsys):
+    def report(argv):
+        raise OSError(number, os.strerror(number), argv[0])
+
+    monkeypatch.setattr("raafl.commands.report.report", report)
+    assert main(["report", "here"]) == code
+    assert capsys.readouterr().err == f"raafl: 'here': {os.strerror(number)}: {remedy}\n"
+
+
+def test_an_error_of_the_machine_that_is_of_no_file_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("raafl.commands.report.report", lambda argv: os.close(-1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        main(["report", "here"])

@@ -19,7 +19,7 @@ from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Local, SelectContext, Training
 from raafl.core.types import ClientInfo, Warn
-from raafl.devices import Profile
+from raafl.devices import Profile, measure
 from raafl.devices.files import load_devices
 from raafl.devices.measure import Answerer
 from raafl.errors import BadInput
@@ -439,9 +439,14 @@ def test_help_and_the_profiles_that_a_config_may_name(capsys):
     assert {"device", "field", "value", "source"} == set(json.loads(capsys.readouterr().out)[0])
 
 
-def test_this_machine_is_measured_into_a_file_that_devices_reads(tmp_path, capsys, monkeypatch):
-    from raafl.devices import measure
+def test_a_measured_profile_is_json_without_infinity(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "measure_machine", lambda name, device, address: Profile(name))
+    assert main(["plan", "--measure", str(tmp_path / "here.yaml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (found["name"], found["flops_per_s"], found["down_bytes_per_s"]) == ("here", 1e9, None)  # null: no limit
 
+
+def test_this_machine_is_measured_into_a_file_that_devices_reads(tmp_path, capsys, monkeypatch):
     quick = measure.measure_speeds
     monkeypatch.setattr(measure, "measure_speeds", lambda device, duration_s: quick(device, 0.02))
     answerer = Answerer("127.0.0.1:0", deadline_s=20.0)

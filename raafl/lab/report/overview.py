@@ -16,7 +16,7 @@ from raafl.lab.report.groups import TIME, Group, algorithm_of, band, curve, metr
 from raafl.lab.report.page import Cell, Table, rounded
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import RecordedRun, number
-from raafl.runfolder.schema import KINDS, MERGED, is_metric
+from raafl.runfolder.schema import CLIENT, KINDS, MERGED, TRAIN, is_metric
 from raafl.sanitize import sanitize_text
 
 _MAX_METRICS = 8
@@ -70,7 +70,17 @@ def final_metrics(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
     """Return a run's final value of each metric, or that of its last evaluation if the run has not ended; NaN if unknown."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
-    return [number(known[name]) if name in known else _last(run, name) for name in metrics]
+    return [number(known[name]) if name in known else _evaluated_last(run, name) for name in metrics]
+
+
+def _evaluated_last(run: RecordedRun, name: str) -> float:
+    """Return a metric at the run's last evaluation: NaN of a model that has diverged, and not what it had before.
+
+    What clients and their training measure is not in each row, so of these the last value counts.
+    """
+    values = run.metrics.get(name, np.empty(0))
+    later = name.startswith((CLIENT, TRAIN.rstrip("/")))
+    return _last(run, name) if later or not len(values) else float(values[-1])
 
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:

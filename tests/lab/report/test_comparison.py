@@ -73,6 +73,14 @@ def test_runs_whose_config_has_numbers_and_texts_as_keys_are_grouped(make):
     assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"]]
 
 
+def test_a_killed_run_that_had_diverged_has_no_final_metric(make):
+    rows = [{**row, "client_loss": cell} for row, cell in zip(METRICS, ("", 2.5, ""), strict=True)]
+    run = make("a", metrics=[*rows[:-1], {**rows[-1], "accuracy": "nan"}], summary=None)
+    accuracy, loss = overview.final_metrics(run, ["accuracy", "client_loss"])
+    assert np.isnan(accuracy) and loss == 2.5  # clients were not asked at the end
+    assert overview.final_metrics(make("b", summary=None), ["accuracy"]) == [0.9]
+
+
 def test_runs_of_the_same_seed_are_told_apart_by_their_folders(make):
     assert list(names_of(group_runs([make("a"), make("b")])).values()) == ["fed_raa, seed 0 (a)", "fed_raa, seed 0 (b)"]
 

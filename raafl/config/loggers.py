@@ -8,6 +8,7 @@ import inspect
 import netrc
 import os
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -31,6 +32,10 @@ _PACKAGES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
     "WandbLogger": ("wandb",),
 }
+_LIBRARIES = {"MLFlowLogger": "mlflow", "TensorBoardLogger": "torch.utils.tensorboard", "WandbLogger": "wandb"}
+"""Library that a logger imports when it is created or first called."""
+_IMPORTING = threading.Lock()
+"""Held while a logger's library is imported: of packages that two share, such as pandas, one could see the other's half."""
 FOLDER = "loggers"
 """Folder within the run folder for loggers without a folder of their own."""
 _WANDB_INIT_S = 20
@@ -159,6 +164,9 @@ def maker(
         ranks: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero")
         # this process logs for the run, whatever rank a cluster's environment variables give it
         ranks.rank_zero_only.rank = 0
+        with _IMPORTING, suppress(ImportError):
+            if spec.name in _LIBRARIES:
+                importlib.import_module(_LIBRARIES[spec.name])
         if spec.instance is not None:
             return _opened(spec.instance, before or {}, warn, note)
         cls = _find(spec)
@@ -219,6 +227,10 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
         args |= {"name": folder.name, "project": os.environ.get("WANDB_PROJECT", "raafl")}
     elif spec.name == "MLFlowLogger":
         args |= {"run_name": folder.name, "experiment_name": "raafl"}
+        if not (
+            folder / FOLDER / ".trash"
+        ).is_dir():  # a store of an earlier version: other loggers' folders are none of MLflow's
+            args["save_dir"] = str(folder / FOLDER / "mlflow")
     return args
 
 

@@ -220,6 +220,23 @@ def test_one_that_cannot_be_made_is_reported(tmp_path):
     assert summary["loggers"] == {"Stillborn": {"logged": 0, "failed": 14, "error": "ValueError: size 2 is too small"}}
 
 
+def test_libraries_are_imported_one_after_the_other(tmp_path, monkeypatch):
+    library = "import time\nbegan = time.monotonic()\ntime.sleep(0.3)\nended = time.monotonic()\n"
+    names = {"CSVLogger": "slow_to_import", "TensorBoardLogger": "slow_to_import_too"}
+    for module in names.values():
+        (tmp_path / f"{module}.py").write_text(library)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(logger_specs, "_LIBRARIES", names)
+    makers = [logger_specs.maker(spec, tmp_path, print, print) for spec in specs(["csv", "tensorboard"])]
+    threads = [threading.Thread(target=make) for make in makers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = sorted((sys.modules[name] for name in names.values()), key=lambda module: module.began)
+    assert first.ended <= second.began
+
+
 def test_csv_and_tensorboard_write_into_the_run_folder(tmp_path):
     pytest.importorskip("tensorboard")
     summary, folder = run(tmp_path, ["csv", "tensorboard"])

@@ -185,7 +185,7 @@ import sys
 from raafl.commands.cli import main
 from raafl import loggers
 loggers.CALL_S = loggers.FINISH_S = 400.0
-options = ["--max_updates=20", "--logger=mlflow", f"--output={sys.argv[1]}/run", "--progress=quiet", "--json"]
+options = ["--max_updates=20", "--logger=[tensorboard,mlflow]", f"--output={sys.argv[1]}/run", "--progress=quiet", "--json"]
 assert main(["simulate", "--config=configs/quickstart.yaml", *options]) == 0
 """
 
@@ -201,12 +201,13 @@ def test_mlflow_in_files_has_metrics_tables_and_the_model(tmp_path):
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert summary["loggers"] == {"MLFlowLogger": {"logged": 6, "failed": 0, "error": None}}
-    (meta,) = (tmp_path / "run" / "loggers").glob("*/*/meta.yaml")
+    whole = {"logged": 6, "failed": 0, "error": None}
+    assert summary["loggers"] == {"TensorBoardLogger": whole, "MLFlowLogger": whole}
+    (meta,) = (tmp_path / "run" / "loggers" / "mlflow").glob("*/*/meta.yaml")
+    assert "Malformed" not in done.stderr
     run = meta.parent
-    assert json.loads((tmp_path / "run" / "loggers" / "runs.json").read_text()) == {
-        "MLFlowLogger": {"run_id": run.name}
-    }
+    ids = json.loads((tmp_path / "run" / "loggers" / "runs.json").read_text())
+    assert ids == {"TensorBoardLogger": {"version": 0}, "MLFlowLogger": {"run_id": run.name}}
     accuracy = [line.split() for line in (run / "metrics" / "accuracy").read_text().splitlines()]
     assert [int(step) for _, _, step, *_ in accuracy] == [0, 4, 8, 12, 16, 20]
     assert float(accuracy[-1][1]) == pytest.approx(summary["final"]["accuracy"])

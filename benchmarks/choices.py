@@ -314,8 +314,8 @@ def _said(ratio: float | None) -> str:
 def unseen(paths: Sequence[Path]) -> list[Row]:
     """Return a row for each cell of grids with auto as a row: what it chose, and its time as a ratio to the others'.
 
-    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders, and
-    files with earlier rows of this function; of a method that several have, the first one counts.
+    `paths`: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders, and files with
+    earlier rows of this function; of a method that several have, the first one counts.
     """
     cells: dict[Key, dict[str, tuple[MethodRuns | None, Row]]] = {}
     for path in paths:
@@ -456,8 +456,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     TABLE.write_text(json.dumps({**made, **found.to_json()}, indent=1) + "\n")
     parts = [{"part": "cell", **row} for row in rows] + [{"part": "rule", **row} for row in rules(shown)]
     parts += [{"part": "rate", **row} for row in rates]
-    # date of the runs, not of today
+    # date and processor of the runs, not of today's summary
     made_of = {**report(parts, grid=grid["name"], summary=shown), "date": grid["date"]}
+    made_of["hardware"] = {"cpu": grid["hardware"]["processor"]}
     RESULT.write_text(json.dumps(made_of, indent=2) + "\n")
 
 

@@ -51,7 +51,8 @@ class Decided:
     p: float | None = None  # corrected p-value of the difference
     slack: tuple[float, float] = (0.0, 0.0)  # what the distance of evaluations adds to the interval, below and above
     tests: int = 1  # number of claims that the result decides
-    # what the true difference is where a run did not reach the target: "at least" or "at most" the measured, or "open"
+    # what the true difference is where a run did not reach the target: "at least" or "at most" the measured, "open", or
+    # "unreached" where no run of either row did
     bound: str = ""
     why: str = ""  # why there is no run
 
@@ -105,12 +106,14 @@ def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Inter
     ours, theirs = (rows[label] for label in claim[kind])
     if kind == "sooner":
         target = claim["target"]
-        late, early = (any(run["time_to"][target] is None for run in runs) for runs in (theirs, ours))
+        missed = [[run["time_to"][target] is None for run in runs] for runs in (theirs, ours)]
+        late, early = map(any, missed)
         times = [
             {run["seed"]: math.log(run["time_s"] if (at := run["time_to"][target]) is None else at) for run in runs}
             for runs in (theirs, ours)
         ]
-        return paired(*times), "open" if late and early else "at least" if late else "at most" if early else ""
+        unknown = "unreached" if all(map(all, missed)) else "open"
+        return paired(*times), unknown if late and early else "at least" if late else "at most" if early else ""
     figure = claim.get("figure", "final")
     if figure == "gaining":
         label, reference = claim[kind]
@@ -239,6 +242,8 @@ def shown(one: Decided) -> str:
     if found is None:
         return one.why
     if "sooner" in one.claim:
+        if one.bound == "unreached":
+            return "no run of either reached it"
         text = f"{one.bound} {math.exp(found.mean):.2f} x".removeprefix("open ").strip()
         if found.half is not None:
             low, high = map(math.exp, one.ends)

@@ -207,14 +207,21 @@ def test_differences_are_paired_by_seed_and_times_are_ratios():
 
 
 def test_of_two_rows_that_did_not_reach_a_target_the_one_that_ended_sooner_is_not_the_faster():
-    def runs(end_s):
-        return [{"seed": seed, "time_to": {"0.9": None}, "time_s": end_s + seed} for seed in range(3)]
+    def text_of(reached_s):
+        def runs(end_s):
+            return [{"seed": seed, "time_to": {"0.9": None}, "time_s": end_s + seed} for seed in range(3)]
 
-    claim = {"sooner": ["A", "B"], "target": "0.9"}
-    found, bound = measured(claim, {"rows": [{"row": "A", "runs": runs(10.0)}, {"row": "B", "runs": runs(80.0)}]})
-    assert bound == "open" and found.p < 0.01
-    assert verdict_of(claim, found, found.p, bound) == "not shown"
-    assert shown(Decided(claim, "not shown", found, found.p, bound=bound)).startswith("7.38 x (")
+        rows = [{"row": "A", "runs": runs(10.0)}, {"row": "B", "runs": runs(80.0)}]
+        for row in rows:
+            row["runs"][0]["time_to"] = {"0.9": reached_s and reached_s * row["runs"][0]["time_s"]}
+        claim = {"sooner": ["A", "B"], "target": "0.9"}
+        found, bound = measured(claim, {"rows": rows})
+        assert bound == ("unreached" if reached_s is None else "open") and found.p < 0.01
+        assert verdict_of(claim, found, found.p, bound) == "not shown"
+        return shown(Decided(claim, "not shown", found, found.p, bound=bound))
+
+    assert text_of(None) == "no run of either reached it"
+    assert text_of(1.0).startswith("7.38 x (")
 
 
 def test_times_at_the_same_evaluations_differ_by_less_than_their_distance():

@@ -193,12 +193,13 @@ class Driver(ABC):
     def stop(self, reason: str) -> None:
         """End the run, unless it has already ended; it can be resumed from its present state.
 
-        If a merge was interrupted, the run can be resumed from the checkpoint before that merge.
+        If a merge or the end itself was interrupted, the run can be resumed from the checkpoint before that.
         """
         if not self.reason:
-            if not self.coordinator.is_merging:
+            if not self.coordinator.is_merging and self.coordinator.finished is None:
                 self._checkpoint()
             self.tell(Stop(reason))
+            self.reason = self.reason or self.coordinator.finished or ""  # what is left of an interrupted end is not done
 
     def _evaluate_again(self) -> None:
         """Evaluate the model of a resumed run if its last evaluation had failed, or was not over at the checkpoint."""

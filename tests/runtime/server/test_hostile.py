@@ -83,3 +83,20 @@ def test_an_error_of_the_servers_own_ends_the_run_with_a_reason_and_no_half_merg
     coordinator = coordinator_for(fed_async())
     coordinator.is_merging = True
     assert served(coordinator)[1] == []
+
+
+def test_an_interrupt_of_the_end_leaves_a_checkpoint_that_can_be_resumed(monkeypatch):
+    from raafl.algorithms import fed_async
+
+    coordinator, saved = coordinator_for(fed_async()), []
+    server = Server(coordinator, Inbox(), RunRecord(None), None, patience_s=60.0)
+    monkeypatch.setattr(server.hooks, "on_checkpoint", lambda coordinator, *_: saved.append(coordinator.finished))
+    monkeypatch.setattr(server, "_turn", lambda: server.stop("interrupted"))
+
+    def interrupted(action):  # Ctrl-C once more, before the action that ends the loop
+        monkeypatch.undo()
+        monkeypatch.setattr(server.hooks, "on_checkpoint", lambda coordinator, *_: saved.append(coordinator.finished))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_do", interrupted)
+    assert server.run() == "interrupted" and saved == [None]

@@ -347,18 +347,18 @@ def _measured(path: Path) -> Iterator[tuple[Key, str, MethodRuns | None, Row]]:
         for row in cell["rows"]:
             choice = _choice(path.parent, row) if row["row"] == "auto" else {}
             yield (cell["fleet"], cell["task"]), row["row"], MethodRuns.of(row), choice
-    for row in found.get("rows", ()):
-        for label, seconds in row.get("seconds", {}).items():
-            choice = {name: row[name] for name in ("chosen", "adjusted")}
+    for row in (row for row in found.get("rows", ()) if "seconds" in row):
+        choice = {name: row[name] for name in ("chosen", "adjusted")}
+        for label, seconds in row["seconds"].items():
             yield (row["fleet"], row["task"]), label, MethodRuns(tuple(seconds), math.nan), choice
 
 
 def _choice(folder: Path, row: Mapping[str, Any]) -> Row:
     """Return the methods that the runs of a row chose, and how often each adjusted them in the median."""
-    journals = [folder / run["folder"] / JOURNAL for run in row["runs"] if "error" not in run]
-    firsts = [json.loads(next(iter(journal.open()))) for journal in journals]
-    adjusted = [sum('"event":"adjusted"' in line for line in journal.open()) for journal in journals]
-    methods = sorted({first["chosen"]["method"] for first in firsts})
+    ended = [run for run in row["runs"] if "error" not in run]
+    journals = [(folder / run["folder"] / JOURNAL).read_text().splitlines() for run in ended]
+    adjusted = [sum('"event":"adjusted"' in line for line in journal) for journal in journals]
+    methods = sorted({json.loads(journal[0])["chosen"]["method"] for journal in journals})
     return {"chosen": " or ".join(methods), "adjusted": median(adjusted) if adjusted else 0}
 
 
@@ -457,8 +457,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = [{"part": "cell", **row} for row in rows] + [{"part": "rule", **row} for row in rules(shown)]
     parts += [{"part": "rate", **row} for row in rates]
     # date and processor of the runs, not of today's summary
-    made_of = {**report(parts, grid=grid["name"], summary=shown), "date": grid["date"]}
-    made_of["hardware"] = {"cpu": grid["hardware"]["processor"]}
+    of_runs = {"date": grid["date"], "hardware": {"cpu": grid["hardware"]["processor"]}}
+    made_of = {**report(parts, grid=grid["name"], summary=shown), **of_runs}
     RESULT.write_text(json.dumps(made_of, indent=2) + "\n")
 
 

@@ -227,9 +227,8 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
         args |= {"name": folder.name, "project": os.environ.get("WANDB_PROJECT", "raafl")}
     elif spec.name == "MLFlowLogger":
         args |= {"run_name": folder.name, "experiment_name": "raafl"}
-        if not (
-            folder / FOLDER / ".trash"
-        ).is_dir():  # a store of an earlier version: other loggers' folders are none of MLflow's
+        # other loggers' folders are none of MLflow's; a store of an earlier version stays beside them
+        if not (folder / FOLDER / ".trash").is_dir():
             args["save_dir"] = str(folder / FOLDER / "mlflow")
     return args
 

@@ -199,7 +199,8 @@ class Driver(ABC):
             if not self.coordinator.is_merging and self.coordinator.finished is None:
                 self._checkpoint()
             self.tell(Stop(reason))
-            self.reason = self.reason or self.coordinator.finished or ""  # what is left of an interrupted end is not done
+            # what is left of an interrupted end is not done
+            self.reason = self.reason or self.coordinator.finished or ""
 
     def _evaluate_again(self) -> None:
         """Evaluate the model of a resumed run if its last evaluation had failed, or was not over at the checkpoint."""

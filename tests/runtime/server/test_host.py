@@ -87,9 +87,8 @@ def test_a_run_that_another_process_writes_is_not_resumed_after_the_port_is_take
         with pytest.raises(BadInput, match=r"resume is '.*', where another process is writing its run"):
             host(experiment, "", port := Port())
     assert port.states == ["open", "closed"] and list(tmp_path.iterdir()) == []
-    with pytest.raises(
-        BadInput, match=r"resume is .*, whose run has no checkpoint yet: start it again"
-    ):  # now the lock is free
+    # now the lock is free
+    with pytest.raises(BadInput, match=r"resume is .*, whose run has no checkpoint yet: start it again"):
         host(experiment, "", Port())
     FolderLock(tmp_path, "resume").close()
 

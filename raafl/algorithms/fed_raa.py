@@ -11,9 +11,10 @@ Choices that the paper leaves open:
   alpha near 1 does not learn once many clients work at a time (`raafl.parts.merge.mean.Mean.too_stale`).
 - Parameters that lie in no fragment (output bias, norms over an uncut width) are sent with every fragment and mixed in like
   the rest, with the same alpha_t.
-- A fragment is trained alone, yet the full network sums all M: `rescale` multiplies a cut layer's activation by
-  1/keep-fraction while training, so that the sum has the scale each fragment was trained for. It also makes a fragment's
-  gradients larger, like a higher learning rate (docs/results/fed-raa.md has measurements of both).
+- A fragment is trained alone, yet the full network sums all M: `rescale`, which the paper does not have, multiplies a cut
+  layer's activation by 1/keep-fraction while training, so that the sum has the scale each fragment was trained for. It also
+  makes a fragment's gradients larger, like a higher learning rate; where several layers are cut their factors multiply, and
+  training may diverge (docs/results/fed-raa.md has measurements of both).
 - trigger "all" (Table 3's Sync): the updates of a round are mixed in at once, each element with the unweighted mean of the
   updates that cover it.
 - On an axis with fewer units than fragments (two heads, three fragments) each fragment has one unit, and some share it.
@@ -42,7 +43,7 @@ def fed_raa(
     staleness_a: float = 0.5,
     staleness_b: float = 4.0,
     prox: float = 0.0,
-    rescale: bool = True,
+    rescale: bool = False,
     K: float | None = None,
     cohort: int | None = None,
     concurrency: int | None = None,

@@ -35,7 +35,7 @@ from raafl.runfolder.schema import JOURNAL
 GRID = Path(__file__).parent / "results" / "unequal-small.json"
 BESIDE = Path(__file__).parent / "results" / "unequal-fed-buff-defaults.json"
 """Result of the grid with FedBuff's defaults alone; auto is compared with it, and does not choose it."""
-JOINED = (Path(__file__).parent / "results" / "unequal-fed-raa-no-rescale.json",)
+JOINED = (Path(__file__).parent / "results" / "unequal-fed-raa.json",)
 """Results of further methods in the same grid, under the same rules, which are candidates, too."""
 DEFAULTS = "FedBuff-10"
 ALL_DEFAULTS = DEFAULTS, "FedBuff, defaults"
@@ -235,6 +235,23 @@ def _beside(mine: MethodRuns, others: Mapping[str, MethodRuns]) -> Row:
     return row
 
 
+def _by_other_seeds(here: Mapping[str, MethodRuns]) -> float | None:
+    """Return the time over the best of one who takes, for each seed, the method that is best by the other seeds; None = never.
+
+    It is what the choice could be worth: the best of a cell was found by the seeds that it is measured with.
+    """
+    known = {
+        label: [math.inf if one is None else one for one in runs.seconds]
+        for label, runs in here.items()
+        if label not in ("auto", *ALL_DEFAULTS)
+    }
+    taken = []
+    for seed in range(min(map(len, known.values()))):
+        label = min(known, key=lambda one: sum(known[one][:seed] + known[one][seed + 1 :]))
+        taken.append(known[label][seed])
+    return _finite(median(taken) / min(map(median, known.values())))
+
+
 def _finite(ratio: float | None) -> float | None:
     return None if ratio is None or math.isinf(ratio) else ratio
 
@@ -334,6 +351,7 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
                 "reached": here["auto"].reached,
                 **known["auto"][1],
                 **_over_best(here["auto"], here),
+                "other seeds": _by_other_seeds(here),
                 **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
             }
         )
@@ -363,15 +381,22 @@ def _choice(folder: Path, row: Mapping[str, Any]) -> Row:
 
 
 def unseen_rules(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for auto and for each method if it is always taken: median and worst ratio to the best.
+    """Return a row for auto, for the best by other seeds, and for each method if it is always taken: ratios to the best.
 
     `rows`: result of `unseen`.
     """
-    names = {"auto": "ratio", **{name: name for row in rows for name in row if name.startswith("always")}}
+    names = {
+        "auto": "ratio",
+        "the best by the other seeds": "other seeds",
+        **{name: name for row in rows for name in row if name.startswith("always")},
+    }
     found = []
     for rule, name in names.items():
         ratios = [row[name] for row in rows if name in row]
-        found.append({"rule": rule, "cells": len(ratios), **{key: _said(one) for key, one in _worst(ratios).items()}})
+        if ratios:
+            found.append(
+                {"rule": rule, "cells": len(ratios), **{key: _said(one) for key, one in _worst(ratios).items()}}
+            )
     return found
 
 

@@ -15,7 +15,7 @@ from raafl.lab.compare.grid_result import add_rows, load_grid
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, PICTURE = ROOT / "benchmarks/results/unequal-small.json", ROOT / "docs/images/unequal.svg"
 # measured by the rules of the other rows, `--rules 1`
-ADDED = ROOT / "benchmarks/results/unequal-fed-raa-no-rescale.json"
+ADDED = ROOT / "benchmarks/results/unequal-fed-raa.json"
 LEFT, ROW, HEAD, TOP, GAP = 152.0, 23.0, 76.0, 62.0, 22.0
 LONGEST = 4.0  # multiple of the fastest time at which a bar is cut off
 TASKS = {

@@ -262,7 +262,11 @@ def test_fragments_reach_90_percent_of_mnist_well_before_whole_models(raafl_data
     """A short form of Table 2; the paper's ratios at 93 % are 4.46 over FedAvg and 2.66 over FedAsync (docs/claims.md)."""
     times = {}
     constant = {"staleness": "constant"}
-    for name, algorithm in (("fed_raa", fed_raa(**constant)), ("fed_avg", fed_avg()), ("fed_async", fed_async(**constant))):
+    for name, algorithm in (
+        ("fed_raa", fed_raa(**constant)),
+        ("fed_avg", fed_avg()),
+        ("fed_async", fed_async(**constant)),
+    ):
         run = load_experiment(CONFIG)
         run.algorithm, run.target, run.progress, run.output = algorithm, "accuracy=0.9", "quiet", str(tmp_path / name)
         times[name] = finish(run).summary["time_to"]["accuracy=0.9"]

@@ -159,6 +159,7 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
             "ratio": 2.0,
             "always TimelyFL": 1.0,
             "always FedAsync": None,
+            "other seeds": 1.0,
             "seconds": {
                 "auto": [40.0, 50.0],
                 "FedBuff, defaults": [80.0, 100.0],
@@ -175,6 +176,7 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
     ]
     assert choices.unseen_rules(found) == [
         {"rule": "auto", "cells": 1, "median": "2.00", "worst": "2.00"},
+        {"rule": "the best by the other seeds", "cells": 1, "median": "1.00", "worst": "1.00"},
         {"rule": "always TimelyFL", "cells": 1, "median": "1.00", "worst": "1.00"},
         {"rule": "always FedAsync", "cells": 1, "median": "not reached", "worst": "not reached"},
     ]
@@ -186,6 +188,13 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"cells": [{"fleet": "f", "task": "t", "rows": rows[:1]}]}))
     (again,) = choices.unseen([tmp_path / "a.json", earlier])
     assert again["seconds"] == {**found[0]["seconds"], "auto": [30.0, 30.0]} and again["ratio"] == pytest.approx(1.2)
+
+
+def test_who_knows_the_other_seeds_does_not_always_take_the_best():
+    """By seeds 1 and 2 A is first (2 + 2 against 3 + 3), by 0 and 2 and by 0 and 1 B (1 + 3 against 9 + 2): 9, 3 and 3 s over 2."""
+    runs = {"A": (9.0, 2.0, 2.0), "B": (1.0, 3.0, 3.0), "auto": (1.0, 1.0, 1.0)}
+    here = {label: choices.MethodRuns(seconds, 1) for label, seconds in runs.items()}
+    assert choices._by_other_seeds(here) == 3.0 / 2.0
 
 
 def test_a_fleet_counts_once_whatever_its_tasks():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from raafl.config.argv import add_replay_options, names_section, own_options
 from raafl.config.remote_options import share_of
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
+from raafl.runfolder.append_file import to_json
 from raafl.runfolder.books import Books, check_books
 from raafl.runfolder.schema import GROWING, JOURNAL, SEALS, SUMMARY
 from raafl.runfolder.seals import key_name, read_public_key
@@ -98,9 +98,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
         site.audit(folder, books, result, None if options.books_only else share, rest, trusted=options.trust_config)
     if not options.books_only and not sites:
         _replay(folder, options, result)
-    text = (
-        json.dumps(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in _lines(books, result))
-    )
+    text = to_json(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in _lines(books, result))
     return text, not result["findings"]
 
 

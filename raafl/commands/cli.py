@@ -372,6 +372,7 @@ def _replay(argv: list[str]) -> int:
     options = options_of(parser(), argv)
     at_least("workers", options.workers, 1)
     with _json_alone(argv):
+        from raafl.runfolder.append_file import to_json
         from raafl.runtime.replay import replay
 
         files = {number: Path(file) for number, file in map(client_file, options.client_data)}
@@ -382,7 +383,7 @@ def _replay(argv: list[str]) -> int:
             client_data=files,
             trust_config=options.trust_config,
         )
-    print(json.dumps(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in lines_of(result)))
+    print(to_json(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in lines_of(result)))
     return 1 if result["equal"] is False else 0
 
 

@@ -164,6 +164,11 @@ class RateSelect(Select):
             one_of(name, getattr(self, name), allowed)
         for rate in self._all_rates():
             fraction("a rate in rates", rate)
+        for name in self.rates if isinstance(self.rates, dict) else ():
+            if not isinstance(name, str):
+                raise BadInput(
+                    f"rates has the key {name}, which is no text: give names of devices, such as '{name}' in quotes"
+                )
         if not self._all_rates():
             raise BadInput("rates is empty: give a number, a list of numbers, or a number for each name of device")
         for name in ("seconds", "flops", "wire_bytes", "steps_within_s"):

@@ -28,15 +28,15 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 
     config = yaml.safe_load(config_yaml) or {}
     given = {name: _without_null(config.get(name)) for name in marked("must_match")}
-    digests = {name: digest(value)[:16] for name, value in given.items()}
+    digests = {name: config_digest(value)[:16] for name, value in given.items()}
     return digests | ({"data": "own"} if own_data else {})
 
 
-def digest(value: object) -> str:
+def config_digest(value: object) -> str:
     """Return a digest of values of a config, whatever the order of its mappings, in hexadecimal digits."""
     try:
         text = json.dumps(value, sort_keys=True, default=str)
-    except TypeError:  # a mapping has keys of several types, such as numbers of clients beside names of devices
+    except TypeError:  # a mapping has keys of several types, such as a model's own arguments may have
         text = json.dumps(_with_named_keys(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

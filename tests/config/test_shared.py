@@ -7,7 +7,7 @@ from dataclasses import asdict
 import yaml
 
 from raafl.config.experiment import SECTIONS, marked
-from raafl.config.shared import digest, for_clients, sections
+from raafl.config.shared import config_digest, for_clients, sections
 
 # With PROTOCOL 1. A new field of these is null unless it is used; else PROTOCOL is raised, and the field is added here.
 SET = {
@@ -36,8 +36,8 @@ def test_a_field_that_one_end_does_not_know_and_the_other_does_not_use_is_no_dif
 
 
 def test_a_digest_takes_mappings_whose_keys_are_of_several_types_and_no_order():
-    assert digest({"rates": {1: 0.5, "phone": 1.0}}) == digest({"rates": {"phone": 1.0, 1: 0.5}})
-    assert digest({"rates": {1: 0.5, "phone": 1.0}}) != digest({"rates": {"1": 0.5, "phone": 1.0}})
+    assert config_digest({"rates": {1: 0.5, "phone": 1.0}}) == config_digest({"rates": {"phone": 1.0, 1: 0.5}})
+    assert config_digest({"rates": {1: 0.5, "phone": 1.0}}) != config_digest({"rates": {"1": 0.5, "phone": 1.0}})
     assert sections(config(width={1: 0.5, "phone": 1.0})) == sections(config(width={"phone": 1.0, 1: 0.5}))
 
 

@@ -29,7 +29,7 @@ import raafl
 from raafl.atomic_file import atomic_file
 from raafl.config.argv import with_paths
 from raafl.config.check import OF_TRAINER
-from raafl.config.shared import digest
+from raafl.config.shared import config_digest
 from raafl.devices import fleets
 from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Options
@@ -93,7 +93,7 @@ class Run:
             code: digest of the code; each version of the code gets folders of its own.
         """
         slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
-        return root / f"{slug}-seed-{self.seed}-{digest([self.label, self.digest])[:10]}-{code[:8]}"
+        return root / f"{slug}-seed-{self.seed}-{config_digest([self.label, self.digest])[:10]}-{code[:8]}"
 
     def part(self, fraction: float) -> Run:
         """Return a shorter run with the same options, which ends after ``fraction`` of this run's limits."""
@@ -102,7 +102,7 @@ class Run:
         updates, time_s = self.limits
         options = [] if updates is None else ["--max_updates", str(max(1, round(updates * fraction)))]
         options += [] if time_s is None else ["--max_time", repr(time_s * fraction)]
-        return replace(self, options=(*self.options, *options), digest=digest([self.digest, fraction]))
+        return replace(self, options=(*self.options, *options), digest=config_digest([self.digest, fraction]))
 
 
 def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
@@ -120,9 +120,10 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
         path.name if path == fleets.FILE else str(path): file_digest(path) for path in _named_files(fields)
     }
     limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
-    of_fields = digest({**fields, "seed": None})
+    of_fields = config_digest({**fields, "seed": None})
     return [
-        Run(label, config, options, seed, digest({**experiment, "seed": seed}), limits, of_fields) for seed in seeds
+        Run(label, config, options, seed, config_digest({**experiment, "seed": seed}), limits, of_fields)
+        for seed in seeds
     ]
 
 

@@ -225,7 +225,10 @@ test_bad_arguments_are_named = refuses(
     ({"rates": [1.0, 0.0]}, "a rate in rates is 0.0"),
     ({"rates": {"phone": 2.0}}, "a rate in rates is 2.0"),
     ({"rates": []}, "rates is empty"),
-    ({"rates": {"phone": 0.5, 1: 0.5}}, "rates has the key 1, which is no text: give names of devices, such as '1' in quotes"),
+    (
+        {"rates": {"phone": 0.5, 1: 0.5}},
+        "rates has the key 1, which is no text: give names of devices, such as '1' in quotes",
+    ),
     ({"rate_of": "params"}, "rate_of is 'params': did you mean 'parameters'"),
     ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
     ({"seconds": 0}, "seconds is 0"),

@@ -317,28 +317,29 @@ def reasons(found: Sequence[Decided]) -> str:
 def _compared_rows(figure: Mapping[str, Any]) -> str:
     """Compare rows A and B: by merges, or `seconds`, to a target, or by their metrics after some merges or at the end.
 
-    Merges are counted only in results in which each was evaluated.
+    Merges before a time are the run's share of them: asynchronous clients that never wait merge at a steady rate.
     """
     result = json.loads((RESULTS / f"{figure['result']}.json").read_text(encoding="utf-8"))
     rows = {row["row"]: row["runs"] for row in result["rows"]}
     values: list[dict[int, float]] = []
     for label in figure["rows"]:
-        if figure.get("seconds"):
-            values.append({run["seed"]: math.log(run["time_to"][str(figure["target"])]) for run in rows[label]})
+        if "target" not in figure:
+            values.append({run["seed"]: _after(run, figure.get("after")) for run in rows[label]})
             continue
-        curves = {run["seed"]: [value for _, value in run["curve"]] for run in rows[label]}
-        if "target" in figure:
-            firsts = {
-                seed: next(i for i, value in enumerate(curve) if value >= figure["target"])
-                for seed, curve in curves.items()
-            }
-            values.append({seed: math.log(first) for seed, first in firsts.items()})
-        else:
-            values.append({seed: curve[figure.get("after", -1)] for seed, curve in curves.items()})
-    kind, slack = "sooner" if "target" in figure else "higher", (0.0, 0.0)
-    if figure.get("seconds"):
-        slack = resolution({"sooner": figure["rows"][::-1], "target": str(figure["target"])}, result)
-    return shown(Decided({kind: figure["rows"]}, "", paired(*values), slack=slack))
+        firsts = {run["seed"]: run["time_to"][str(figure["target"])] for run in rows[label]}
+        rates = {run["seed"]: 1 if figure.get("seconds") else run["updates"] / run["time_s"] for run in rows[label]}
+        values.append({seed: math.log(first * rates[seed]) for seed, first in firsts.items()})
+    if "target" not in figure:
+        return shown(Decided({"higher": figure["rows"]}, "", paired(*values)))
+    slack = resolution({"sooner": figure["rows"][::-1], "target": str(figure["target"])}, result)
+    return shown(Decided({"sooner": figure["rows"]}, "", paired(*values), slack=slack))
+
+
+def _after(run: Mapping[str, Any], merges: int | None) -> float:
+    """Return a run's metric at the first evaluation after so many merges; None = at its end."""
+    time_s = math.inf if merges is None else merges / run["updates"] * run["time_s"]
+    found: float = next((value for at_s, value in run["curve"] if at_s >= time_s), run["curve"][-1][1])
+    return found
 
 
 def summary(name: str, found: Sequence[Decided]) -> str:

@@ -88,18 +88,29 @@ def test_clients_that_take_part_more_are_counted_by_seed():
 
 
 def test_merges_are_counted_in_place_of_seconds(tmp_path, monkeypatch):
-    """A is at 0.9 after 2 and 4 merges, B after 1 and 2: twice as many; after the first merge A is 0.3 below."""
-    rows = {"A": [[0.0, 0.6, 0.9], [0.0, 0.5, 0.5, 0.7, 0.9]], "B": [[0.0, 0.9], [0.0, 0.8, 0.9]]}
-    runs = {
-        label: [{"seed": seed, "curve": [[0.1, value] for value in curve]} for seed, curve in enumerate(curves)]
-        for label, curves in rows.items()
+    """A merges twice a second, and is at 0.9 after 1 and 2 s; so is B, which merges once a second: twice as many.
+
+    After the first merge, at 0.5 and 1 s, A is 0.3 below. By the evaluations before, A's times may be sqrt(0.5 x 0.75) of these,
+    and B's a half.
+    """
+    curves = {
+        "A": ([[0.0, 0.0], [0.5, 0.6], [1.0, 0.9]], [[0.0, 0.0], [0.5, 0.5], [1.0, 0.5], [1.5, 0.7], [2.0, 0.9]]),
+        "B": ([[0.0, 0.0], [0.5, 0.1], [1.0, 0.9]], [[0.0, 0.0], [1.0, 0.8], [2.0, 0.9]]),
     }
-    (tmp_path / "r.json").write_text(
-        json.dumps({"rows": [{"row": label, "runs": some} for label, some in runs.items()]})
-    )
+    rows = [
+        {
+            "row": label,
+            "runs": [
+                {"seed": seed, "curve": curve, "time_s": end, "updates": each * end, "time_to": {"0.9": end}}
+                for seed, (end, curve) in enumerate(zip((1.0, 2.0), curves[label], strict=True))
+            ],
+        }
+        for label, each in (("A", 2), ("B", 1))
+    ]
+    (tmp_path / "r.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     ratio = module._compared_rows({"result": "r", "rows": ["A", "B"], "target": 0.9})
-    assert ratio == "2.00 x (2.00 to 2.00)"
+    assert ratio == "2.00 x (1.22 to 4.00)"
     gap = module._compared_rows({"result": "r", "rows": ["A", "B"], "after": 1})
     assert gap == "-30.00 ± 0.00 points"
 

@@ -216,13 +216,22 @@ def left_out(
 
 def _over_best(mine: MethodRuns, here: Mapping[str, MethodRuns]) -> Row:
     """Return the best method of a cell, and the ratios to its median of the median of ``mine`` and of each method's."""
-    known = {label: one for label, one in here.items() if label not in ("auto", *ALL_DEFAULTS)}
-    best = min(known, key=lambda label: (known[label].median_s, -known[label].reached))
+    known = _methods(here)
+    best = _best(known)
     return {
         "best": best,
         "ratio": _finite(mine.over(known[best])),
         **{f"always {label}": _finite(one.over(known[best])) for label, one in known.items()},
     }
+
+
+def _methods(here: Mapping[str, MethodRuns]) -> dict[str, MethodRuns]:
+    """Return the runs of a cell's methods that auto may choose."""
+    return {label: one for label, one in here.items() if label not in ("auto", *ALL_DEFAULTS)}
+
+
+def _best(known: Mapping[str, MethodRuns]) -> str:
+    return min(known, key=lambda label: (known[label].median_s, -known[label].reached))
 
 
 def _beside(mine: MethodRuns, others: Mapping[str, MethodRuns]) -> Row:
@@ -240,16 +249,13 @@ def _by_other_seeds(here: Mapping[str, MethodRuns]) -> float | None:
 
     It is what the choice could be worth: the best of a cell was found by the seeds that it is measured with.
     """
-    known = {
-        label: [math.inf if one is None else one for one in runs.seconds]
-        for label, runs in here.items()
-        if label not in ("auto", *ALL_DEFAULTS)
-    }
+    known = _methods(here)
+    times = {label: [math.inf if one is None else one for one in runs.seconds] for label, runs in known.items()}
     taken = []
-    for seed in range(min(map(len, known.values()))):
-        label = min(known, key=lambda one: sum(known[one][:seed] + known[one][seed + 1 :]))
-        taken.append(known[label][seed])
-    return _finite(median(taken) / min(map(median, known.values())))
+    for seed in range(min(map(len, times.values()))):
+        label = min(times, key=lambda one: sum(times[one][:seed] + times[one][seed + 1 :]))
+        taken.append(known[label].seconds[seed])
+    return _finite(MethodRuns(tuple(taken), math.nan).over(known[_best(known)]))
 
 
 def _finite(ratio: float | None) -> float | None:

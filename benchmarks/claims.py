@@ -321,18 +321,19 @@ def _compared_rows(figure: Mapping[str, Any]) -> str:
     """
     result = json.loads((RESULTS / f"{figure['result']}.json").read_text(encoding="utf-8"))
     rows = {row["row"]: row["runs"] for row in result["rows"]}
-    values: list[dict[int, float]] = []
-    for label in figure["rows"]:
-        if "target" not in figure:
-            values.append({run["seed"]: _after(run, figure.get("after")) for run in rows[label]})
-            continue
-        firsts = {run["seed"]: run["time_to"][str(figure["target"])] for run in rows[label]}
-        rates = {run["seed"]: 1 if figure.get("seconds") else run["updates"] / run["time_s"] for run in rows[label]}
-        values.append({seed: math.log(first * rates[seed]) for seed, first in firsts.items()})
     if "target" not in figure:
-        return shown(Decided({"higher": figure["rows"]}, "", paired(*values)))
-    slack = resolution({"sooner": figure["rows"][::-1], "target": str(figure["target"])}, result)
-    return shown(Decided({"sooner": figure["rows"]}, "", paired(*values), slack=slack))
+        ends = [{run["seed"]: _after(run, figure.get("after")) for run in rows[label]} for label in figure["rows"]]
+        return shown(Decided({"higher": figure["rows"]}, "", paired(*ends)))
+    target, by_time = str(figure["target"]), figure.get("seconds", False)
+    times = [
+        {
+            run["seed"]: math.log(run["time_to"][target] * (1 if by_time else run["updates"] / run["time_s"]))
+            for run in rows[label]
+        }
+        for label in figure["rows"]
+    ]
+    slack = resolution({"sooner": figure["rows"][::-1], "target": target}, result)
+    return shown(Decided({"sooner": figure["rows"]}, "", paired(*times), slack=slack))
 
 
 def _after(run: Mapping[str, Any], merges: int | None) -> float:

@@ -57,15 +57,8 @@ def run(setting: Setting) -> Row:
     found = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
-            options = [
-                *shlex.split(f"{TASKS[task]} {UNEQUAL}"),
-                *given,
-                "--seed",
-                str(seed),
-                "--output",
-                f"{folder}/run",
-            ]
-            summary, _ = simulate(load_experiment(CONFIG, *options))
+            options = shlex.split(f"{TASKS[task]} {UNEQUAL} --seed {seed} --output {folder}/run")
+            summary, _ = simulate(load_experiment(CONFIG, *options, *given))
             found.append(summary["final"]["accuracy"])
     return {"task": task, **mix, "accuracy": fmean(found), "seeds": dict(zip(SEEDS, found, strict=True))}
 

@@ -348,9 +348,12 @@ def _finite(value: _Parts | None) -> _Parts | None:
 
 
 def _metric(experiment: Experiment, measured: Mapping[str, Mapping[str, _Parts]]) -> str:
-    """Return the metric by which to compare trials: the first target's, else accuracy, loss or another; "" = none."""
+    """Return the metric by which to compare trials: the first target's, else loss, accuracy or another; "" = none.
+
+    The loss tells models apart that have hardly learnt: a language model has the accuracy of its commonest token for long.
+    """
     names = next(iter(measured.values()), {})
-    wanted = [*(target.metric for target in experiment.targets()), "accuracy", "loss", *names]
+    wanted = [*(target.metric for target in experiment.targets()), "loss", "accuracy", *names]
     return next((name for name in wanted if name in names and _grows(experiment, name) is not None), "")
 
 

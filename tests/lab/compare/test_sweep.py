@@ -237,15 +237,17 @@ def test_the_running_trials_of_another_folder_are_not_taken_for_killed_ones(tmp_
     assert study_in(tmp_path / "other", storage)[0] == made
 
 
-def searched(folder, storage, barrier, told):
-    """Search once all are ready, slowly enough that others come between; tell how it ended."""
-    study = pytest.importorskip("optuna").study.Study
+def searched(folder, storage, barrier, told, refused):
+    """Search once both are ready, and tell how it ended; trials of who has the study last until the other is refused."""
+    study, run_all = pytest.importorskip("optuna").study.Study, Runs.run_all
     put = study.set_user_attr
-    study.set_user_attr = lambda *args: (time.sleep(0.1), put(*args))
+    study.set_user_attr = lambda *args: (time.sleep(0.1), put(*args))  # others come between
+    Runs.run_all = lambda *args: (refused.wait(60), run_all(*args))[1]
     barrier.wait(60)
     try:
         told.put(len(study_in(folder, storage)[0]))
     except BadInput as error:
+        refused.set()
         told.put(str(error))
 
 
@@ -255,10 +257,8 @@ def test_of_two_searches_that_begin_at_once_one_has_the_study(tmp_path, monkeypa
     pytest.importorskip("sqlalchemy")
     monkeypatch.setattr(searches, "scores_of", distance)
     context, storage = mp.get_context("fork"), f"{'sqlite:///' if kind == 'sqlite' else ''}{tmp_path}/studies"
-    barrier, told = context.Barrier(2), context.Queue()
-    both = [
-        context.Process(target=searched, args=(tmp_path / name, storage, barrier, told)) for name in ("one", "other")
-    ]
+    shared = (context.Barrier(2), told := context.Queue(), context.Event())
+    both = [context.Process(target=searched, args=(tmp_path / name, storage, *shared)) for name in ("one", "other")]
     for process in both:
         process.start()
     ends = sorted([told.get(timeout=60) for _ in both], key=str)

@@ -1,7 +1,9 @@
-"""Load YAML with plain values only: what users write, with no key twice in a mapping, and what strangers send, within limits."""
+"""Write plain values as YAML, and load it: what users write, with no key twice in a mapping; what strangers send, within limits."""
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,32 @@ if TYPE_CHECKING:
 LARGEST = 2**63 - 1
 # limits of YAML from other people: number of values (or of the text's characters, if it has more), depth of nesting
 _MAX_VALUES, _MAX_DEPTH = 100_000, 24
+
+
+@cache
+def dumper_class() -> type[yaml.SafeDumper]:
+    """Return PyYAML's writer of plain values, which here quotes each text that some reader of a config takes for a number."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """YAML writer that knows numbers such as 1e5."""
+
+    # a number for jsonargparse, as in YAML 1.2, and a text for PyYAML
+    number = re.compile(r"[-+]?(?:[0-9][0-9_]*)?\.?[0-9_]*[eE][-+]?[0-9]+$")
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Dumper
+
+
+def dump_yaml(value: object, **options: Any) -> str:
+    """Write plain values as YAML in their own order, so that every reader of a config has them back as they are.
+
+    Args:
+        value: the plain values.
+        **options: arguments of `yaml.dump`.
+    """
+    import yaml
+
+    return str(yaml.dump(value, Dumper=dumper_class(), sort_keys=False, **options))
 
 
 def load_yaml(text: str) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from jsonargparse._loaders_dumpers import yaml_load
 
 from raafl import plain_yaml
-from raafl.plain_yaml import load_untrusted_yaml, load_yaml, yaml_problem
+from raafl.plain_yaml import dump_yaml, load_untrusted_yaml, load_yaml, yaml_problem
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,32 @@ def test_errors_say_where(text, problem):
     with pytest.raises(yaml.YAMLError) as caught:
         load_yaml(text)
     assert yaml_problem(caught.value).startswith(problem)
+
+
+NUMBERS = (
+    "1e5",
+    "1E-5",
+    "-1e5",
+    "+1e5",
+    "1_0e5",
+    "1.5e5",
+    "1.e5",
+    "1.5e+5",
+    ".5e5",
+    "1e400",
+    "1.5",
+    "5",
+    "-.inf",
+    "0x1",
+    "1:30",
+)
+
+
+@pytest.mark.parametrize("text", (*NUMBERS, "e5", "1e", "e", ".", "1e5a", "v1e5", "no", "null", "2026-11-29"))
+def test_every_reader_of_what_is_written_takes_texts_for_texts_and_numbers_for_numbers(text):
+    values = {"text": text, "as key": {text: [text]}, "number": 1e5, "small": 1e-7, "none": None, "flag": False}
+    for written in (dump_yaml(values), dump_yaml(values, default_flow_style=True)):
+        assert load_yaml(written) == yaml.safe_load(written) == yaml_load(written) == values
 
 
 def test_a_merged_mapping_may_be_overridden():

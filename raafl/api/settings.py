@@ -27,6 +27,7 @@ from raafl.devices.files import no_file, num_devices
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput, briefly, one_of
 from raafl.exact_key import digest_of
+from raafl.plain_yaml import dumper_class
 from raafl.rules import recorded_revision
 
 _FLAT = {
@@ -361,7 +362,7 @@ def _arrays_in(thing: object) -> str:
 def to_yaml(config: Mapping[str, Any], notes: list[str]) -> str:
     """Convert a config to YAML, with ``notes`` as comments at the top."""
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(dumper_class()):  # type: ignore[misc]
         pass
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:

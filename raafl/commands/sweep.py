@@ -7,11 +7,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from raafl.commands.compare import options_in, run, with_common
 from raafl.lab.compare.compared import best_of, read_sweep
 from raafl.lab.compare.comparison import folder_of
+from raafl.plain_yaml import dump_yaml
 
 
 def sweep(argv: Sequence[str]) -> str:
@@ -25,7 +24,7 @@ def sweep(argv: Sequence[str]) -> str:
     options: Namespace = options_in(parser(), argv)
     found = read_sweep(options.file)
     if options.wandb:
-        return yaml.safe_dump(found.wandb(), sort_keys=False, width=1000).rstrip()
+        return dump_yaml(found.wandb(), width=1000).rstrip()
     comparison = found.comparison()
     options.rows, options.output = None, folder_of(comparison.name, options.output, "sweeps")
     shown = run(comparison, options)

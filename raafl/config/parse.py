@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.options import Group
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
 from raafl.lean_import import PACKAGES
-from raafl.plain_yaml import load_yaml, read_yaml
+from raafl.plain_yaml import dump_yaml, load_yaml, read_yaml
 from raafl.sanitize import is_url
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             tree = yaml.safe_load(text)
             said = said_by_trainer(tree, _set_options(config_first(argv)))
             made_fields |= said
-            text = yaml.safe_dump(tree | {**said, "fabric": asdict(said["fabric"])}, sort_keys=False)
+            text = dump_yaml(tree | {**said, "fabric": asdict(said["fabric"])})
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
 
 
@@ -292,8 +292,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:
             raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
         _count_clients(namespace)
-        # the text keeps nulls, and needs no validation, since the values were validated above
-        text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
+        text = _written(parser, namespace)
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(_explained(f"the config is refused: {error}", parser, argv, hidden)) from error
     except USER_ERRORS as error:
@@ -311,6 +310,27 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
             raise
         # a constructor has raised this error, which jsonargparse may have wrapped in a message of its own
         raise BadInput(_explained(str(error), parser, argv, hidden)) from error
+
+
+def _written(parser: ArgumentParser, namespace: Namespace) -> str:
+    """Return the config as YAML, nulls included, from which parsing makes the same values.
+
+    Where a parameter takes any value, jsonargparse reads each text within a list or mapping as YAML once more when it
+    writes: "no" became false, so that a replay and the clients had other values than the run. `parse_value_or_config`,
+    which is private, is what does so.
+    """
+    import jsonargparse
+    from jsonargparse import _typehints
+
+    typehints: Any = _typehints
+    before = typehints.parse_value_or_config
+    typehints.parse_value_or_config = lambda value, **_: (value, None)
+    jsonargparse.set_dumper("raafl", partial(dump_yaml, default_flow_style=False, allow_unicode=True))
+    try:
+        # the values were validated when they were read
+        return str(parser.dump(namespace, "raafl", skip_unset=False, skip_validation=True))
+    finally:
+        typehints.parse_value_or_config = before
 
 
 def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None) -> str:

@@ -18,6 +18,7 @@ from raafl.config.experiment import SECTIONS, marked
 from raafl.devices import Device
 from raafl.devices.checks import CHANGES
 from raafl.devices.files import load_devices
+from raafl.plain_yaml import dump_yaml
 
 _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
@@ -67,7 +68,7 @@ def for_clients(config_yaml: str) -> str:
     if isinstance(kept.get("devices"), list):
         rows = [{name: row[name] for name in row if name not in _SERVERS_OWN} for row in kept["devices"]]
         kept["devices"] = [_without_unset(row, Device) for row in rows]
-    return yaml.safe_dump(kept, sort_keys=False) if kept else ""
+    return dump_yaml(kept) if kept else ""
 
 
 def _without_null(value: object) -> object:

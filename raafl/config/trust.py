@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import yaml
-
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
 from raafl.config.check import MADE, Check, with_class_path
@@ -27,7 +25,7 @@ from raafl.config.own_runs import is_own
 from raafl.config.problems import ACCELERATORS
 from raafl.core.options import CAPTURES
 from raafl.errors import BadInput, RunFailed
-from raafl.plain_yaml import LARGEST, inside, load_untrusted_yaml
+from raafl.plain_yaml import LARGEST, dump_yaml, inside, load_untrusted_yaml
 from raafl.rules import recorded_revision
 from raafl.sanitize import sanitize_text
 
@@ -126,7 +124,7 @@ def from_server(text: str) -> str:
         raise RunFailed(
             f"the server's config is refused: {problem}: obtain the config yourself and give it as --config FILE"
         ) from None
-    return yaml.safe_dump({name: tree[name] for name in marked("sent_to_clients") if name in tree}, sort_keys=False)
+    return dump_yaml({name: tree[name] for name in marked("sent_to_clients") if name in tree})
 
 
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:
@@ -152,7 +150,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
         raise BadInput(
             f"{file} cannot be read ({error}): give a run folder whose config.yaml is readable text"
         ) from None
-    return yaml.safe_dump(tree, sort_keys=False)
+    return dump_yaml(tree)
 
 
 def of_text(text: str, what: str, *, trusted: bool) -> str:
@@ -174,7 +172,7 @@ def of_text(text: str, what: str, *, trusted: bool) -> str:
             f"the config of {what} is refused: {problem}: its author could choose which code runs at the server, or which "
             "files it writes; let the server's owner put the config into its folder, or start the server with --trust_config"
         ) from None
-    return yaml.safe_dump(tree, sort_keys=False)
+    return dump_yaml(tree)
 
 
 def is_trusted(folder: Path, *, asked: bool) -> bool:

@@ -11,7 +11,7 @@ from raafl.devices.catalog import names
 from raafl.devices.checks import CHANGES, number
 from raafl.devices.profiles import Device
 from raafl.errors import nearest, no_utf8
-from raafl.plain_yaml import load_yaml, yaml_problem
+from raafl.plain_yaml import dump_yaml, load_yaml, yaml_problem
 
 _NUMBERS = (
     "flops_per_s",
@@ -151,10 +151,8 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "")
     Raises:
         OSError: the file cannot be written.
     """
-    import yaml
-
     said = [{key: value for key, value in row.items() if value is not None} for row in rows]
-    text = yaml.safe_dump({"devices": said}, sort_keys=False, default_flow_style=None, width=1000, allow_unicode=True)
+    text = dump_yaml({"devices": said}, default_flow_style=None, width=1000, allow_unicode=True)
     path.write_text("".join(f"# {line}\n" for line in comment.splitlines()) + text, encoding="utf-8")
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from raafl.core.options import FabricOptions
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing
+from raafl.exact_key import exact_key
 from raafl.lean_import import import_lightning
 from raafl.local.trainer_module import MeasuredTrainerModule, TrainerData, TrainerModule
 from raafl.local.training_arguments import argument_of, check_arguments, fabric_of, stopping_of
@@ -122,9 +123,19 @@ def from_trainer(trainer: Any) -> FromTrainer:
     return FromTrainer(module, TrainerData(made), is_function)
 
 
-@cache
-def _named(trainer: str, arguments: str) -> FromTrainer:
+_MADE: Final[dict[Hashable, FromTrainer]] = {}
+"""Models and data of the Trainers that configs have named in this process."""
+
+
+def _named(trainer: str, arguments: dict[str, Any] | None = None) -> FromTrainer:
     """Return model and data of the Trainer that a config names, which is built once for both."""
+    key = trainer, exact_key(arguments or {})
+    if key not in _MADE:
+        _MADE[key] = _make(trainer, deepcopy(arguments or {}))
+    return _MADE[key]
+
+
+def _make(trainer: str, arguments: dict[str, Any]) -> FromTrainer:
     path, _, name = trainer.rpartition(".")
     try:
         make = getattr(import_module(path), name)
@@ -136,7 +147,7 @@ def _named(trainer: str, arguments: str) -> FromTrainer:
     if not callable(make):
         raise BadInput(f"trainer is {trainer}, {briefly(make)}: name a function that makes a transformers.Trainer")
     try:
-        return from_trainer(partial(make, **json.loads(arguments)))
+        return from_trainer(partial(make, **arguments))
     except BadInput:
         raise
     except USER_ERRORS as error:
@@ -151,7 +162,7 @@ def said_by_trainer(tree: Mapping[str, Any], set_options: Collection[str]) -> di
     Raises:
         BadInput: the Trainer cannot be made or used, or a field and its arguments differ.
     """
-    found = _named(**_key(**tree["model"]["init_args"]))
+    found = _named(**tree["model"]["init_args"])
     if stopping_of(found.module.trainer_of()):
         raise BadInput(
             "the Trainer has an EarlyStoppingCallback, which a run from a config does not call: take it off by "
@@ -161,17 +172,12 @@ def said_by_trainer(tree: Mapping[str, Any], set_options: Collection[str]) -> di
     return _fields(found.module.trainer_of().args, given, set_options)
 
 
-def _key(trainer: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
-    """Return the arguments of `_named` in a form that its cache can hash."""
-    return {"trainer": trainer, "arguments": json.dumps(arguments or {}, sort_keys=True)}
-
-
 class Model(LightningModule):
     """Model of the Trainer that a config names under ``trainer``; creating it returns a `TrainerModule`."""
 
     def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
         """Return a copy of the model of a Trainer, which is built at the first call."""
-        return _named(**_key(trainer, arguments)).module.fresh()
+        return _named(trainer, arguments).module.fresh()
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
         """Declare the arguments for the config's parser; never called.
@@ -187,7 +193,7 @@ class Data(LightningDataModule):
 
     def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
         """Return the data of a Trainer; the arguments are those of `Model`."""
-        return _named(**_key(trainer, arguments)).data
+        return _named(trainer, arguments).data
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
         """Declare the arguments for the config's parser; never called."""

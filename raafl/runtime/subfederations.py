@@ -23,7 +23,7 @@ from raafl.core.types import Action, Assignment, ClientInfo, Received, Settled, 
 from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import Evaluator
-from raafl.plain_yaml import load_yaml
+from raafl.plain_yaml import dump_yaml, load_yaml
 from raafl.runfolder.journal import FolderLock
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import SUBFEDERATIONS
@@ -304,7 +304,5 @@ def _config_below(config: dict[str, Any], number: int) -> str:
     """Return the config for a subfederation's run folder: that of the run above, with the subfederation's number."""
     if not config:
         return ""
-    import yaml
-
     own = config["subfederations"] | {"number": number}
-    return yaml.safe_dump(config | {"subfederations": own}, sort_keys=False)
+    return dump_yaml(config | {"subfederations": own})

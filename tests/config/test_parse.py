@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import jsonargparse
 import pytest
@@ -10,7 +11,10 @@ import yaml
 
 from raafl.config.argv import expand_algorithm, expand_trainer
 from raafl.config.parse import config_first, expand_short, load_experiment, make_parser, parse
+from raafl.config.shared import for_clients
+from raafl.config.trust import of_text
 from raafl.errors import BadInput
+from raafl.plain_yaml import dump_yaml
 from raafl.runtime.setup import limits_of
 from tests.habits.source import ROOT
 
@@ -103,6 +107,52 @@ def test_the_kept_text_is_the_whole_config_and_loads_again(tmp_path):
     assert again.config_yaml == parsed.config_yaml
     assert limits_of(again.experiment, 1) == limits_of(parsed.experiment, 1)
     assert limits_of(again.experiment, 1).max_time_s == 7200.0
+
+
+TEXTS = (
+    "no",
+    "yes",
+    "1e-3",
+    "1E5",
+    "2.5e3",
+    "0x10",
+    "null",
+    "~",
+    "",
+    "2026-11-29",
+    "1_000",
+    "12:30",
+    "a: b",
+    "[1]",
+    ".inf",
+    "-",
+    "017",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_that_look_like_other_values_are_texts_again_in_the_kept_config(text, tmp_path, monkeypatch):
+    """The kept text is what a replay and the clients read."""
+    (tmp_path / "keeping.py").write_text(
+        "from typing import Any\nfrom model_zoo import MLP\n\n\nclass Model(MLP):\n"
+        "    def __init__(self, word: str, some: dict[str, Any], more: list[Any], plain: dict) -> None:\n"
+        "        super().__init__()\n        self.given = word, some, more, plain\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    nested = {"deep": {"one": text, "list": [text, {"two": text}]}}
+    given = {"word": text, "some": nested, "more": [[text], nested], "plain": nested}
+    config = {**yaml.safe_load(QUICKSTART.read_text()), "model": {"class_path": "keeping.Model", "init_args": given}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    parsed = parse("simulate", ["--config", str(tmp_path / "config.yaml")])
+    assert parsed.experiment.model().given == tuple(given.values())
+    for kept in (
+        parsed.config_yaml,
+        of_text(parsed.config_yaml, "ours", trusted=True),
+        for_clients(parsed.config_yaml),
+    ):
+        tree = yaml.safe_load(kept)["model"]
+        (tmp_path / "kept.yaml").write_text(dump_yaml({**config, "model": tree}))
+        assert load_experiment(tmp_path / "kept.yaml").model().given == tuple(given.values())
 
 
 def test_json_is_an_option_beside_the_fields():

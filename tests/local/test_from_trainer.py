@@ -430,6 +430,15 @@ def make_trainer(folder: str, num: int = 8) -> Any:
     return classifier(Path(folder), num)
 
 
+GIVEN: list[Any] = []
+
+
+def make_trainer_of_names(folder: str, names: Any) -> Any:
+    """Named by a config; its argument is kept as it came."""
+    GIVEN.append(names)
+    return classifier(Path(folder), 8)
+
+
 def config(folder: Path, **changes: Any) -> Path:
     spec = {"class_path": f"{__name__}.make_trainer", "init_args": {"folder": str(folder)}}
     run = {"algorithm": "fed_avg", "clients": 2, "max_updates": 2, "progress": "quiet", "output": str(folder / "run")}
@@ -459,6 +468,14 @@ def test_a_config_names_the_function_that_makes_it(tmp_path: Path) -> None:
     named = ("--trainer", f"{__name__}.make_trainer", "--trainer.folder", str(tmp_path))
     experiment = load_experiment(tmp_path / "bare.yaml", *named)
     assert len(experiment.data().trainer_of().train_dataset) == 8
+
+
+def test_the_users_function_is_called_once_with_arguments_as_the_config_has_them(tmp_path: Path) -> None:
+    names = {0: "no", 1: "yes", "other": [{2: 0.5}, "2026-11-29", None]}
+    made = {"class_path": f"{__name__}.make_trainer_of_names", "init_args": {"folder": str(tmp_path), "names": names}}
+    experiment = load_experiment(config(tmp_path, trainer=made, output=None))
+    experiment.model(), experiment.data()
+    assert [names] == GIVEN
 
 
 def test_a_config_says_once_where_the_users_function_fails(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.log import Notices
+from raafl.plain_yaml import dump_yaml
 from raafl.runfolder import checkpoints as checkpoint_files
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm, cause
 from raafl.sanitize import sanitize_text
@@ -215,8 +216,6 @@ def model_card(
 
     `architecture`: class of transformers that loads the model; None = that is not known.
     """
-    import yaml
-
     use = _WITH_SAFETENSORS
     if is_pretrained:
         use = f"Load it with what belongs to the `save_pretrained` of {_card_cell(kind)}."
@@ -226,7 +225,7 @@ def model_card(
     head = {"library_name": library, "tags": ["raafl", "federated-learning", str(summary["algorithm"])]}
     lines = [
         "---",
-        yaml.safe_dump(head, sort_keys=False).rstrip(),
+        dump_yaml(head).rstrip(),
         "---",
         "",
         f"# {_card_cell(name)}",

@@ -238,11 +238,14 @@ def test_the_running_trials_of_another_folder_are_not_taken_for_killed_ones(tmp_
 
 
 def searched(folder, storage, barrier, told, refused):
-    """Search once both are ready, and tell how it ended; trials of who has the study last until the other is refused."""
+    """Search once both are ready, and tell how it ended; trials of who has the study last until the other is refused.
+
+    Both may have begun a trial, where the first did not get to say at once that the study is its own.
+    """
     study, run_all = pytest.importorskip("optuna").study.Study, Runs.run_all
     put = study.set_user_attr
     study.set_user_attr = lambda *args: (time.sleep(0.1), put(*args))  # others come between
-    Runs.run_all = lambda *args: (refused.wait(60), run_all(*args))[1]
+    Runs.run_all = lambda *args: (refused.wait(20), run_all(*args))[1]
     barrier.wait(60)
     try:
         told.put(len(study_in(folder, storage)[0]))
@@ -261,7 +264,7 @@ def test_of_two_searches_that_begin_at_once_one_has_the_study(tmp_path, monkeypa
     both = [context.Process(target=searched, args=(tmp_path / name, storage, *shared)) for name in ("one", "other")]
     for process in both:
         process.start()
-    ends = sorted([told.get(timeout=60) for _ in both], key=str)
+    ends = sorted([told.get(timeout=120) for _ in both], key=str)
     for process in both:
         process.join(60)
     assert ends[0] == 6

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT, PICTURE = ROOT / "benchmarks/results/unequal-small.json", ROOT / "docs/images/unequal.svg"
 # measured by the rules of the other rows, `--rules 1`
 ADDED = ROOT / "benchmarks/results/unequal-fed-raa.json"
-LEFT, ROW, HEAD, TOP, GAP = 152.0, 23.0, 76.0, 62.0, 22.0
+LEFT, ROW, HEAD, TOP, GAP = 152.0, 23.0, 76.0, 78.0, 22.0
 LONGEST = 4.0  # multiple of the fastest time at which a bar is cut off
+DASH, BETWEEN = 5.0, 3.0  # the two dashes in which such a bar ends, and the room before each
 TASKS = {
     "mnist-mlp": "A small network learns handwritten digits, up to an accuracy of {target:.0%}",
     "shakespeare-llama": "A small language model learns Shakespeare, down to a loss of {target:g}",
@@ -31,7 +32,7 @@ MACHINES = {
 
 
 def cell_text(behind: Mapping[str, Any] | None) -> tuple[str, float]:
-    """Return the text of a cell, and the length of its bar from 0 to 1.
+    """Return the text of a cell, and the length of its bar: 1 = that of the ratio at which bars are cut off.
 
     `behind`: that field of the row, see `raafl.lab.compare.grid_result`; None = no row of the cell reached the target.
     """
@@ -40,7 +41,7 @@ def cell_text(behind: Mapping[str, Any] | None) -> tuple[str, float]:
     some = "" if behind["reached"] == behind["seeds"] else f" in {behind['reached']} of {behind['seeds']} runs"
     if behind["ratio"] is None:
         return f"only{some}", 0.0
-    return f"{behind['ratio']:.1f}{some}", min(max(behind["ratio"], 1.0), LONGEST) / LONGEST
+    return f"{behind['ratio']:.1f}{some}", max(behind["ratio"], 1.0) / LONGEST
 
 
 def draw(whole: Mapping[str, Any]) -> str:
@@ -56,13 +57,12 @@ def draw(whole: Mapping[str, Any]) -> str:
         "How long until the model is good enough? 1 = as fast as the fastest method on the same machines",
         bold=True,
     )
-    picture.text(
-        0,
-        38,
-        f"Short bars are better. Each number is a median of {seeds} simulated runs with unequal data; “in 1 of {seeds} runs”: "
-        "the others did not get there in time.",
-        size=12.5,
+    says = (
+        f"Each number is a median of {seeds} simulated runs with unequal data; “in 1 of {seeds} runs”: others did not get there.",
+        f"Short bars are better; a bar for more than {LONGEST:g} ends in dashes.",
     )
+    for line, text in enumerate(says):
+        picture.text(0, 38 + 17 * line, text, size=12.5)
     for number, task in enumerate(tasks):
         top = TOP + block * number
         title = TASKS.get(task, task).format(target=whole["tasks"][task]["targets"][0])
@@ -83,8 +83,13 @@ def _bar(picture: Picture, x: float, y: float, room: float, label: str, row: Map
     """Draw a method's bar at (x, y), at most ``room`` long, and its text beside it."""
     text, length = ("not run", 0.0) if row is None else cell_text(row["behind"])
     best = row is not None and row["behind"] is not None and row["behind"]["of"] == label
+    dashes = 2 if length > 1 else 0
+    length = min(length, 1.0)
     if length:
-        picture.rect(x, y + 4, room * length, ROW - 8, GREEN, more=f' fill-opacity="{0.9 if best else 0.45}"')
+        pieces = [(x, room * length - dashes * (DASH + BETWEEN))]
+        pieces += [(x + room - DASH - number * (DASH + BETWEEN), DASH) for number in range(dashes)]
+        for start, wide in pieces:
+            picture.rect(start, y + 4, wide, ROW - 8, GREEN, more=f' fill-opacity="{0.9 if best else 0.45}"')
     fill = INK if length else FAINT
     picture.text(x + room * length + 6, y + ROW * 0.66, text, size=12.5, bold=best, fill=fill)
 

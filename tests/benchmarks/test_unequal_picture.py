@@ -17,7 +17,7 @@ def behind(ratio, *, shown=False, reached=3, of="A", later=6):
     [
         (behind(1.0, of="B", later=None), "1.0", 0.25),
         (behind(2.0, shown=True), "2.0", 0.5),
-        (behind(7.0), "7.0", 1.0),
+        (behind(7.0), "7.0", 1.75),
         (behind(1.0, reached=2), "1.0 in 2 of 3 runs", 0.25),
         (behind(None, reached=1), "only in 1 of 3 runs", 0.0),
         (behind(None, reached=0), "never", 0.0),

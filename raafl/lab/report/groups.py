@@ -286,6 +286,22 @@ def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers
     return x[order], y[order]
 
 
+def lines_of(group: Group, metric: str, against: str) -> list[tuple[Numbers, Numbers]]:
+    """Return the curves of a group's runs; those without an evaluation of the metric are left out.
+
+    Where several runs make a band against time, the last value of each holds to the end of its run, since its model did
+    not change any more: else the band would end with the run whose last merge was first.
+    """
+    lines = []
+    for run in group.runs:
+        x, y = curve(run, metric, against)
+        if len(group.runs) > 1 and against == TIME and run.summary is not None and len(x) and run.end_s > x[-1]:
+            x, y = np.append(x, run.end_s), np.append(y, y[-1])
+        if len(x):
+            lines.append((x, y))
+    return lines
+
+
 def band(lines: Sequence[tuple[Numbers, Numbers]], points: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Return up to ``points`` values of x that all curves cover, and mean, minimum and maximum of the curves there."""
     lines = [(x, y) for x, y in lines if len(x)]
@@ -298,9 +314,7 @@ def band(lines: Sequence[tuple[Numbers, Numbers]], points: int) -> tuple[Numbers
 
 
 def _traces(group: Group, metric: str, against: str, points: int) -> list[dict[str, object]]:
-    lines = [curve(run, metric, against) for run in group.runs]
-    lines = [line for line in lines if len(line[0])]
-    if not lines:
+    if not (lines := lines_of(group, metric, against)):
         return []
     name = group.label if len(group.runs) == 1 else f"{group.label} ({len(lines)} runs)"
     line = {"color": group.colour, "width": 2}

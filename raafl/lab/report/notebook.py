@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raafl.errors import BadInput
-from raafl.lab.report.groups import TIME, TITLES, Group, band, curve, group_runs, metric_names
+from raafl.lab.report.groups import TIME, TITLES, Group, band, group_runs, lines_of, metric_names
 from raafl.lab.report.overview import notes_of, runs_table
 from raafl.lab.report.page import Cell, Table, escaped, shown, table_html
 from raafl.runfolder.outcome import report_command
@@ -119,8 +119,7 @@ def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str =
 
 def _line(group: Group, metric: str, against: str) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Compute a group's curve: x values, and mean, minimum and maximum over its runs; empty if no run has the metric."""
-    lines = [line for run in group.runs if len((line := curve(run, metric, against))[0])]
-    empty = np.empty(0)
+    lines, empty = lines_of(group, metric, against), np.empty(0)
     return band(lines, _MAX_POINTS) if lines else (empty, empty, empty, empty)
 
 

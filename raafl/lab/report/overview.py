@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from raafl.errors import BadInput, installing
-from raafl.lab.report.groups import TIME, Group, algorithm_of, band, curve, metric_names
+from raafl.lab.report.groups import TIME, Group, algorithm_of, band, lines_of, metric_names
 from raafl.lab.report.page import Cell, Table, rounded
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import RecordedRun, number
@@ -234,8 +234,7 @@ def draw(groups: Sequence[Group], suffix: str) -> bytes:
 
 
 def _line(axes: Any, group: Group, metric: str) -> None:
-    lines = [line for line in (curve(run, metric, TIME) for run in group.runs) if len(line[0])]
-    if not lines:
+    if not (lines := lines_of(group, metric, TIME)):
         return
     label = _text(group.label) + (f" ({len(lines)} runs)" if len(lines) > 1 else "")
     x, mean, least, most = band(lines, _MAX_POINTS)

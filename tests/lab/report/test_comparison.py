@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raafl.lab.report import overview
-from raafl.lab.report.groups import AXES, band, curve, curves, flat, group_runs, names_of, x_values
+from raafl.lab.report.groups import AXES, band, curve, curves, flat, group_runs, lines_of, names_of, x_values
 from raafl.lab.report.page import Table, briefly, rounded, split_evenly, thin_rows, thinned, transpose_wide
 from raafl.lab.report.submodels import regions, specs, staleness
 from raafl.runfolder.reading import read
@@ -183,11 +183,23 @@ def test_runs_of_one_group_are_drawn_as_a_band_and_others_as_a_line(make):
     higher = [{**row, "accuracy": row["accuracy"] + 0.1} for row in METRICS]
     groups = group_runs([make("a"), make("b", seed=1, metrics=higher), make("c", config=other)])
     low, high, mean, alone = curves(groups).views["accuracy", "time"].data
-    assert low["y"] == [0.1, 0.5, 0.9]
-    assert high["y"] == [0.2, 0.6, 1.0]
+    assert low["x"] == [0, 5, 9, 10]  # the runs end after 10 s
+    assert low["y"] == [0.1, 0.5, 0.9, 0.9]
+    assert high["y"] == [0.2, 0.6, 1.0, 1.0]
     assert high["fill"] == "tonexty"
-    assert mean["y"] == pytest.approx([0.15, 0.55, 0.95])
+    assert mean["y"] == pytest.approx([0.15, 0.55, 0.95, 0.95])
     assert (alone["x"], alone["y"]) == ([0, 5, 9], [0.1, 0.5, 0.9])
+
+
+def test_the_last_value_of_a_run_that_has_ended_holds_to_its_end(make):
+    """One run merges nothing after 5 s, and its model stays the one of then; what will become of another is not known."""
+    (group,) = group_runs([make("a"), make("b", seed=1, metrics=METRICS[:2])])
+    assert [x.tolist() for x, _ in lines_of(group, "accuracy", "time")] == [[0, 5, 9, 10], [0, 5, 10]]
+    x, mean, _, _ = band(lines_of(group, "accuracy", "time"), 10)
+    assert (x.tolist(), mean.tolist()) == ([0, 5, 9, 10], pytest.approx([0.1, 0.5, 0.7, 0.7]))
+    assert [x.tolist() for x, _ in lines_of(group, "accuracy", "versions")] == [[0, 2, 3], [0, 2]]
+    (group,) = group_runs([make("c", summary=None), make("d", seed=1, metrics=METRICS[:2], summary=None)])
+    assert [x.tolist() for x, _ in lines_of(group, "accuracy", "time")] == [[0, 5, 9], [0, 5]]
 
 
 def test_spread_over_seeds(make):

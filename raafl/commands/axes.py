@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from raafl.config.argv import names_section, own_options
-from raafl.config.parse import check_plain
+from raafl.config.plain_check import check_plain
 from raafl.errors import BadInput, fraction
 from raafl.lean_import import quick_imports
 

@@ -234,7 +234,7 @@ def _with_local_resume(argv: list[str]) -> list[str]:
 def _check_first(command: str, argv: Sequence[str]) -> None:
     """Check the config's plain values, on the rank that reports errors, before torch is imported: errors then come fast."""
     if log.reports_for_all():
-        from raafl.config.parse import check_plain
+        from raafl.config.plain_check import check_plain
 
         check_plain(command, argv)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import name_of, names_section, resolves, values
-from raafl.config.parse import check_plain
+from raafl.config.plain_check import check_plain
 from raafl.config.remote_options import split
 from raafl.errors import BadInput
 from raafl.lean_import import quick_imports

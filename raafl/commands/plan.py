@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import own_options, values, whole_number
-from raafl.config.parse import check_plain
+from raafl.config.plain_check import check_plain
 from raafl.errors import BadInput, at_least, parse_address
 from raafl.lean_import import quick_imports
 from raafl.local.malloc import keep_freed

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from raafl.config.check import MADE
-from raafl.config.parse import check_plain, make_parser, parse
+from raafl.config.parse import make_parser, parse
+from raafl.config.plain_check import check_plain
 from raafl.errors import BadInput
 from tests.habits.source import ROOT
 

@@ -131,8 +131,11 @@ def test_waiting_costs_an_unequal_fleet_more_than_stale_updates(experiment):
 
 def test_where_tasks_take_no_time_updates_alone_decide(experiment):
     instant = replace(experiment, devices=[Device(flops_per_s=math.inf)], max_updates=200)
-    choice = choose(instant, table(FedBuff=200.0, FedAvg=100.0), share=0.1)
+    known = table(FedBuff=200.0, FedAvg=100.0)
+    choice = choose(instant, known)
     assert choice.candidate.method == "fed_avg" and choice.scores == {"FedAvg": 1.0, "FedBuff": pytest.approx(2.0)}
+    tried = choose(instant, known, share=0.1).trials  # a share of no time is a run each
+    assert tried is not None and (tried.metric, tried.updates) == ("loss", 2 * 200)
 
 
 def test_a_method_that_a_memory_does_not_fit_is_not_chosen(experiment):

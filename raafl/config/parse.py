@@ -73,7 +73,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
         # like
         import_path_denylist=[],
     )
-    parser = jsonargparse.ArgumentParser(
+    parser = _parser_class()(
         prog=f"raafl {command}",
         parser_mode=_parser_mode(),
         usage=f"raafl {command} --config FILE [--FIELD VALUE ...] [--json]",
@@ -120,7 +120,10 @@ def _own_options(command: str) -> str:
 
 @cache
 def _parser_mode() -> str:
-    """Register a YAML loader that accepts short names of methods (`fed_avg`) as class paths; return its name for jsonargparse."""
+    """Register a YAML loader that accepts short names of methods (`fed_avg`) as class paths, and a writer of YAML.
+
+    Returns the name that both have for jsonargparse.
+    """
     import jsonargparse
     import yaml
 
@@ -131,7 +134,28 @@ def _parser_mode() -> str:
         return with_class_path(load(text)) if path else load(text)
 
     jsonargparse.set_loader("raafl", load_config, exceptions=(yaml.YAMLError,))
+    jsonargparse.set_dumper("raafl", partial(dump_yaml, default_flow_style=False, allow_unicode=True))
     return "raafl"
+
+
+@cache
+def _parser_class() -> type[ArgumentParser]:
+    """Return a parser that writes a config from which parsing makes the same values.
+
+    Where a parameter takes any value, jsonargparse reads each text within a list or mapping as YAML once more when it
+    writes: "no" became false, so that a replay and the clients had other values than the run.
+    """
+    import jsonargparse
+
+    class Parser(jsonargparse.ArgumentParser):
+        """Parser of jsonargparse that does not read texts again while it writes."""
+
+        def dump(self, *args: Any, **options: Any) -> str:
+            """Write a namespace as YAML."""
+            with _replaced("parse_value_or_config", lambda value, **_: (value, None)):
+                return str(super().dump(*args, **options))
+
+    return Parser
 
 
 def _as_it_is(value: object) -> object:
@@ -210,7 +234,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     _find_project_modules()
     hidden = None
     with ExitStack() as stack:
-        stack.enter_context(_lists_copied_once())
+        stack.enter_context(_replaced("deepcopy", _without_lists))
         if config_yaml is not None:
             if not trusted and not _names_own(argv):
                 from raafl.config.trust import imports_only, paths
@@ -242,28 +266,28 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
 
 
 @contextmanager
-def _lists_copied_once() -> Iterator[None]:
-    """Keep jsonargparse from copying a whole list for each of its entries, which takes minutes for a thousand devices.
-
-    `adapt_typehints`, which is private, copies the arguments of the call for an entry, and with them the list that it has
-    had before and was given. It only reads these.
-    """
+def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function that jsonargparse's `_typehints`, which is private, calls."""
     from jsonargparse import _typehints
 
     typehints: Any = _typehints
-
-    def without_lists(value: Any) -> Any:
-        if not isinstance(value, dict) or "orig_val" not in value:
-            return deepcopy(value)
-        whole = {name: value[name] for name in ("orig_val", "prev_val") if isinstance(value.get(name), list)}
-        return {**deepcopy({name: one for name, one in value.items() if name not in whole}), **whole}
-
-    before = typehints.deepcopy
-    typehints.deepcopy = without_lists
+    before = getattr(typehints, name)
+    setattr(typehints, name, function)
     try:
         yield
     finally:
-        typehints.deepcopy = before
+        setattr(typehints, name, before)
+
+
+def _without_lists(value: Any) -> Any:
+    """Copy a value, but not the lists that a call of `adapt_typehints` for an entry of a list has had before and was given.
+
+    It only reads these. jsonargparse copies them for each entry, which takes minutes for a thousand devices.
+    """
+    if not isinstance(value, dict) or "orig_val" not in value:
+        return deepcopy(value)
+    whole = {name: value[name] for name in ("orig_val", "prev_val") if isinstance(value.get(name), list)}
+    return {**deepcopy({name: one for name, one in value.items() if name not in whole}), **whole}
 
 
 def _set_options(argv: Sequence[str]) -> set[str]:
@@ -292,7 +316,8 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:
             raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
         _count_clients(namespace)
-        text = _written(parser, namespace)
+        # the text keeps nulls, and needs no validation, since the values were validated above
+        text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(_explained(f"the config is refused: {error}", parser, argv, hidden)) from error
     except USER_ERRORS as error:
@@ -310,27 +335,6 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
             raise
         # a constructor has raised this error, which jsonargparse may have wrapped in a message of its own
         raise BadInput(_explained(str(error), parser, argv, hidden)) from error
-
-
-def _written(parser: ArgumentParser, namespace: Namespace) -> str:
-    """Return the config as YAML, nulls included, from which parsing makes the same values.
-
-    Where a parameter takes any value, jsonargparse reads each text within a list or mapping as YAML once more when it
-    writes: "no" became false, so that a replay and the clients had other values than the run. `parse_value_or_config`,
-    which is private, is what does so.
-    """
-    import jsonargparse
-    from jsonargparse import _typehints
-
-    typehints: Any = _typehints
-    before = typehints.parse_value_or_config
-    typehints.parse_value_or_config = lambda value, **_: (value, None)
-    jsonargparse.set_dumper("raafl", partial(dump_yaml, default_flow_style=False, allow_unicode=True))
-    try:
-        # the values were validated when they were read
-        return str(parser.dump(namespace, "raafl", skip_unset=False, skip_validation=True))
-    finally:
-        typehints.parse_value_or_config = before
 
 
 def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None) -> str:

@@ -131,8 +131,8 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_that_look_like_other_values_are_texts_again_in_the_kept_config(text, tmp_path, monkeypatch):
-    """The kept text is what a replay and the clients read."""
+def test_texts_that_look_like_other_values_are_texts_again_in_the_kept_config(text, tmp_path, monkeypatch, capsys):
+    """The kept text is what a replay and the clients read; what `--print_config` prints is made a config of one's own."""
     (tmp_path / "keeping.py").write_text(
         "from typing import Any\nfrom model_zoo import MLP\n\n\nclass Model(MLP):\n"
         "    def __init__(self, word: str, some: dict[str, Any], more: list[Any], plain: dict) -> None:\n"
@@ -145,7 +145,10 @@ def test_texts_that_look_like_other_values_are_texts_again_in_the_kept_config(te
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     parsed = parse("simulate", ["--config", str(tmp_path / "config.yaml")])
     assert parsed.experiment.model().given == tuple(given.values())
+    with pytest.raises(SystemExit):
+        parse("simulate", ["--config", str(tmp_path / "config.yaml"), "--print_config"])
     for kept in (
+        capsys.readouterr().out,
         parsed.config_yaml,
         of_text(parsed.config_yaml, "ours", trusted=True),
         for_clients(parsed.config_yaml),

@@ -1,4 +1,4 @@
-"""Play a federation of four hospitals on this machine: real processes, TLS over 127.0.0.1, 16 minutes on two busy cores.
+"""Play a federation of four hospitals on this machine: real processes, TLS over 127.0.0.1, six minutes on two idle cores.
 
     python examples/hospitals/play.py [OUT] [--short]       # RAAFL_DATA has cifar100 and sst2; OUT is build/hospitals
 

@@ -34,10 +34,13 @@ _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.mo
 _MAX_TEXT = 200_000
 SENDS: Final = ("output", "push_to_hub")
 """Fields that send a run's results elsewhere; only a config of this user's own may set them."""
-WRITES: Final = ("Privacy.seed_file", "ca2fl.memory_folder", "ram_fed.memory_folder")
-"""Parameters that name files to be written; a config that another site submits may not have them, whatever it reads."""
-OPENS: Final = ("Experiment.monitor",)
-"""Parameters that open a port, which such a config may not have, either."""
+REACHES: Final = {
+    "Privacy.seed_file": "write",
+    "ca2fl.memory_folder": "write",
+    "ram_fed.memory_folder": "write",
+    "Experiment.monitor": "open",
+}
+"""What the server would do to a file or port that a parameter names, by parameter; nobody else's config may have these."""
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
 _DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
@@ -227,8 +230,8 @@ class _Check(Check):
 
     def value(self, value: object, hint: object, where: str, parameter: str) -> None:
         """Check a value against a type, and that it names no file or port that the config may not have."""
-        if value is not None and not self._may_write and parameter in (*WRITES, *OPENS):
-            _refuse(where, value, f"which names what the server would {'write' if parameter in WRITES else 'open'}")
+        if value is not None and not self._may_write and parameter in REACHES:
+            _refuse(where, value, f"which names what the server would {REACHES[parameter]}")
         super().value(value, hint, where, parameter)
 
     def section(self, name: object, value: object) -> None:

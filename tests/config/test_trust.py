@@ -16,7 +16,7 @@ from raafl.config.argv import shipped
 from raafl.config.experiment import field_types, marked
 from raafl.config.parse import load_run, parse
 from raafl.config.shared import sections
-from raafl.config.trust import _TEXTS, WRITES, from_server, imports_only, of_folder, paths, registry
+from raafl.config.trust import _TEXTS, REACHES, from_server, imports_only, of_folder, paths, registry
 from raafl.errors import BadInput, RunFailed
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -228,7 +228,9 @@ def test_each_file_that_a_config_could_have_written_is_listed():
     owners = {entry.name: entry.find() for table in registry().values() for entry in table.values()}
     owners |= {hint.__name__: hint for hint in field_types().values() if is_dataclass(hint)}
     named = {f"{owner}.{name}" for owner, factory in owners.items() for name in inspect.signature(factory).parameters}
-    assert {name for name in named if name.endswith(("_file", "_folder", "_dir"))} == set(WRITES)
+    assert {name for name in named if name.endswith(("_file", "_folder", "_dir"))} == {
+        name for name, does in REACHES.items() if does == "write"
+    }
 
 
 def test_the_second_fence_lets_nothing_else_through_and_is_taken_down_again():

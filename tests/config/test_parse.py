@@ -130,17 +130,16 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_texts_that_look_like_other_values_are_texts_again_in_the_kept_config(text, tmp_path, monkeypatch, capsys):
+def test_texts_that_look_like_other_values_are_texts_again_in_the_kept_config(tmp_path, monkeypatch, capsys):
     """The kept text is what a replay and the clients read; what `--print_config` prints is made a config of one's own."""
     (tmp_path / "keeping.py").write_text(
         "from typing import Any\nfrom model_zoo import MLP\n\n\nclass Model(MLP):\n"
-        "    def __init__(self, word: str, some: dict[str, Any], more: list[Any], plain: dict) -> None:\n"
-        "        super().__init__()\n        self.given = word, some, more, plain\n"
+        "    def __init__(self, words: list[str], some: dict[str, Any], more: list[Any], plain: dict) -> None:\n"
+        "        super().__init__()\n        self.given = words, some, more, plain\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    nested = {"deep": {"one": text, "list": [text, {"two": text}]}}
-    given = {"word": text, "some": nested, "more": [[text], nested], "plain": nested}
+    nested = {f"deep {num}": {"one": text, "list": [text, {"two": text}]} for num, text in enumerate(TEXTS)}
+    given = {"words": list(TEXTS), "some": nested, "more": [list(TEXTS), nested], "plain": nested}
     config = {**yaml.safe_load(QUICKSTART.read_text()), "model": {"class_path": "keeping.Model", "init_args": given}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     parsed = parse("simulate", ["--config", str(tmp_path / "config.yaml")])

@@ -287,6 +287,7 @@ LATE = {
 }
 
 
+@pytest.mark.quick_cases("a counter", "frozen parts", "members of groups", "set with the optimizer", "kind")
 @pytest.mark.parametrize("where", LATE)
 def test_what_changes_after_the_compared_tasks_is_no_part_of_an_old_graph(emulated_cuda: Emulated, where):
     """Six tasks of one length, of which the first are compared, and then others, in which the steps are others."""

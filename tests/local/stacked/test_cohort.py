@@ -119,6 +119,7 @@ def test_parts_that_do_not_train_in_a_task_stay_as_they_were_received(spec, opti
 
 
 # Noisy draws on the CPU; an LSTM makes its first state where a stack within vmap says that it lies, in the emulation the CPU
+@pytest.mark.quick_cases("Net", "Odd", "Normed", "Branching", "AdamW")
 @pytest.mark.parametrize("make", [make for make in EQUAL if make not in (Noisy, Recurrent)])
 def test_clients_on_an_emulated_gpu_are_trained_as_alone(emulated_cuda: Emulated, make):
     bench = Bench.of(make, accelerator="cuda")

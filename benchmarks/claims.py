@@ -414,7 +414,7 @@ Pages of results say where that is so.
 A claim at a small scale, or on another data set, is one about that scale.
 A target seen at one evaluation was reached after the one before: intervals of times are wider by that distance on
 each side, and times that are equal for all seeds have the largest spread that it leaves.
-{len(old)} results were computed by earlier rules for the time of a task, as `rules` in their files says.
+{len(old)} results were computed by earlier rules of times and bits, as `rules` in their files says.
 
 {(chr(10) * 2).join(sections)}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 5
+CURRENT: Final = 6
 """Revision of a new run."""
 
 _BEFORE_NUMBERS: Final = 1
@@ -78,6 +78,8 @@ class Rules:
     """Whether clipping takes the optimizer's parameters alone, and a skipped epoch's gradients are dropped, as in Lightning."""
     follows_reads = _Since(5)
     """Whether a step of a large model that reads values, or whose optimizer is fused, is followed without values."""
+    moves_waiting_statistics = _Since(6)
+    """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

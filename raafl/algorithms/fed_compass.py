@@ -386,8 +386,9 @@ class GroupDeltas(Deltas):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Measure the client's speed, add its update to its group, and keep a copy until the group is merged."""
-        memory = state.memory.of(CompassMemory)
-        memory.copies[update.assignment] = (state.version - staleness, update.tensors.clone())
+        memory, tensors = state.memory.of(CompassMemory), update.tensors.clone()
+        _add_statistics_(state, spec, tensors, 1.0)
+        memory.copies[update.assignment] = (state.version - staleness, tensors)
         memory.report(update.client, update.assignment, state.now_s, self.pace)
 
     def apply(self, state: GlobalState) -> None:
@@ -401,6 +402,7 @@ class GroupDeltas(Deltas):
             step = Deltas(self.server_lr * len(chosen) / state.num_clients, self.staleness)
             for item in chosen:
                 version, tensors = memory.copies.pop(item.update.assignment)
+                _add_statistics_(state, item.spec, tensors, -1.0)
                 step.receive(state, Update(0, 0, 0, tensors, 1), item.spec, state.version - version)
             step.apply(state)
         memory.finish_merge(state.now_s, self.pace)
@@ -408,6 +410,23 @@ class GroupDeltas(Deltas):
     def __str__(self) -> str:
         stale = f" x {self.staleness}" if str(self.staleness) else ""
         return f"sum of a group's deltas x {self.server_lr:g}/N{stale}"
+
+
+def _add_statistics_(state: GlobalState, spec: Spec, tensors: FlatTensors, alpha: float) -> None:
+    """Add ``alpha`` times the server's running statistics of batch norm to those of an update, in place.
+
+    `Pooled` has made differences from the server's statistics of them, but other groups may be merged before this update
+    is. So they wait as values, and become differences again at their own merge.
+    """
+    if not state.submodels.rules.moves_waiting_statistics:
+        return
+    pooling = state.submodels.cached("pooling", "", state.submodels.pooling)
+    if pooling is None:
+        return
+    current = pooling.statistics_in(state.submodels.plan(spec).gather(state.values))
+    for own, others in zip(pooling.statistics_in(tensors), current, strict=True):
+        for tensor, other in zip(own, others, strict=True):
+            tensor.add_(other, alpha=alpha)
 
 
 def fed_compass(

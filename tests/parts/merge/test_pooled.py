@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import ALGORITHMS, fed_avg
+from raafl.algorithms.fed_compass import CompassMemory, Group, GroupDeltas, Pace
 from raafl.core.algorithm import Local, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -17,6 +18,7 @@ from raafl.parts.merge.pooled import Pooled
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect.assembly import pooled
 from raafl.parts.protect.robust import CoordinateWise, NormFilter
+from raafl.rules import CURRENT, Rules
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import line_state
 from tests.helpers.merges import merge_all, take
@@ -113,6 +115,23 @@ def test_updates_against_one_old_version_do_not_add_up():
     for staleness in range(3):
         give(state, Deltas(staleness=Staleness()), [(10.0, 1.0, FULL, 1, staleness)])
     assert statistics(state) == ([10.0] * 3, [1.0] * 3)
+
+
+@pytest.mark.parametrize(("revision", "twice"), [(5, True), (CURRENT, False)])
+def test_groups_that_wait_together_and_are_merged_one_after_the_other_do_not_add_up(revision, twice):
+    """Clients 1 and 2 report before either group is merged; with the first the mean moves from 0 to 10, and should stay there."""
+    state = state_of()
+    state.submodels.rules, state.num_clients, state.now_s = Rules(revision), 2, 5.0
+    memory = state.memory.of(CompassMemory)
+    memory.groups = {number: Group([number], [], [], 5.0, 5.0) for number in (1, 2)}
+    memory.group, memory.num_groups = {1: 1, 2: 2}, 3
+    memory.speed, memory.steps, memory.planned_s = {1: 1.0, 2: 1.0}, {1: 5, 2: 5}, {1: 0.0, 2: 0.0}
+    merge = GroupDeltas(staleness=Staleness(), pace=Pace(1, 4))
+    give(state, merge, [(10.0, 1.0, FULL, 1, 0), (10.0, 1.0, FULL, 1, 0)], apply=False)
+    for item in list(state.waiting):
+        state.waiting[:] = [item]
+        merge_all(around(state, merge), state)
+    assert statistics(state) == (([20.0] * 3, [0.0] * 3) if twice else ([10.0] * 3, [1.0] * 3))
 
 
 @pytest.mark.parametrize("inner", [Mean(by_samples=False), Deltas(staleness=Staleness()), ServerOptimizer()], ids=str)

@@ -78,6 +78,8 @@ class Rules:
     """Whether clipping takes the optimizer's parameters alone, and a skipped epoch's gradients are dropped, as in Lightning."""
     follows_reads = _Since(5)
     """Whether a step of a large model that reads values, or whose optimizer is fused, is followed without values."""
+    compresses_shares = _Since(6)
+    """Whether compression saves TimelyFL with clock "share" only the share of a transfer's bytes that this clock charges."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
 

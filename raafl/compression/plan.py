@@ -131,9 +131,20 @@ class CompressionPlan:
         if self.payload.is_resident:
             whole = self.submodels.layout(spec, "sent").num_bytes, self.submodels.layout(spec, "trained").num_bytes
             down, up = (self.layout(spec, way, extra).num_bytes - w for way, w in zip(WAYS, whole, strict=True))
+        down = round(down * self.charged_share(cost.down_bytes, self.submodels.layout(spec, "sent").num_bytes))
+        up = round(up * self.charged_share(cost.up_bytes, self.submodels.layout(spec, "trained").num_bytes))
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
         )
+
+    def charged_share(self, charged: int, travelling: int) -> float:
+        """Return the share of the ``travelling`` bytes that a method charges: 1 unless it charges fewer than travel.
+
+        TimelyFL with clock "share" charges a share of the whole model; compression saves only that share of its bytes.
+        """
+        if not self.submodels.rules.compresses_shares or not 0 <= charged < travelling:
+            return 1.0
+        return charged / travelling
 
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
         """Compute what compression adds: bytes sent down, bytes sent up, and bytes of a client's memory.

@@ -281,7 +281,7 @@ class CompressedSnapshots(Snapshots):
 
     def __init__(self, coordinator: Coordinator) -> None:
         super().__init__(coordinator)
-        self._plan = CompressionPlan.on(coordinator)
+        self._coordinator, self._plan = coordinator, CompressionPlan.on(coordinator)
         self.remembers = self._plan.remembers
         self._part = self._plan.submodels if self._plan.submodels.whole is not None else None
         self._scratch = Scratch()
@@ -349,7 +349,10 @@ class CompressedSnapshots(Snapshots):
         """
         if not self._has_first:
             return 0
-        return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent", assignment.extra).num_bytes
+        spec, extra = assignment.spec, assignment.extra
+        predicted = self._plan.layout(spec, "sent", extra).num_bytes
+        charged = self._coordinator.fleet.cost(spec, extra).down_bytes
+        return round((self._life(assignment)[1] - predicted) * self._plan.charged_share(charged, predicted))
 
     @property
     def _has_first(self) -> bool:

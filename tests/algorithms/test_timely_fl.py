@@ -20,12 +20,15 @@ from raafl.algorithms.timely_fl import (
     last_layers,
     workload,
 )
+from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import OwnTests, Training, TriggerContext
+from raafl.core.options import Compress
 from raafl.core.state import GlobalState, Memory
 from raafl.core.types import Adjusted, Arrived, Assignment, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.server_optimizer import ServerOptimizer
+from raafl.rules import CURRENT, Rules
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state, update_for
 from tests.helpers.refusals import refuses
@@ -154,6 +157,31 @@ def test_a_task_may_be_charged_the_share_that_trains():
         cost = fleet.cost(task.spec)
         assert (cost.down_bytes, cost.up_bytes) == ((20, 20) if clock == "share" else (52, 20))
         assert cost.peak_bytes == fleet.state.submodels.cost(LAST, fleet.batch_size).peak_bytes
+
+
+@pytest.mark.parametrize(("revision", "down_bytes"), [(5, 20 - (52 - 25)), (CURRENT, 10)])
+def test_compression_saves_the_share_that_the_papers_clock_charges(revision, down_bytes):
+    """All 52 bytes are 25 with int8: 13 values and three scales; 5/13 of the parameters are charged, of which 20 bytes are 13."""
+    algorithm = exact(layers="share", clock="share")
+    coordinator, _ = line_fleet(algorithm, [1.0, 2.0, 4.0])
+    submodels = coordinator.state.submodels
+    submodels.rules = Rules(revision)
+    plan = CompressionPlan.of(submodels, Compress("int8", "int8"), "values", algorithm.local)
+    cost = replace(coordinator.fleet, plan=plan).cost(LAST)
+    assert (cost.down_bytes, cost.up_bytes) == (down_bytes, 13)
+    assert replace(coordinator.fleet, plan=plan).cost(FULL).down_bytes == 25
+
+
+@pytest.mark.parametrize("compress", [Compress("int8", "int8"), Compress("top_k", "top_k", 0.1)], ids=str)
+def test_whatever_is_compressed_the_papers_clock_charges_no_more_than_the_share(tmp_path, compress):
+    """A quarter of the speed is a quarter of the time: fc2 trains, of 64 * 24 + 24 + 24 * 10 + 10 parameters the last 250."""
+    algorithm = exact(layers="share", clock="share", participation=0.25)
+    devices = unequal((8e7, 2e7), latency_s=0.0)
+    run = finish(experiment(tmp_path / "run", algorithm, clients=2, devices=devices, max_updates=6, compress=compress))
+    whole, part = ([row for row in run.rows() if row["client"] == client] for client in ("1", "2"))
+    for full, some in zip(whole[:2], part[:2], strict=True):
+        assert int(some["bytes_down"]) == pytest.approx(int(full["bytes_down"]) * 250 / 1810, abs=2)
+    assert run.summary["bytes_down"] > 0
 
 
 def test_on_the_papers_clock_everybody_is_in_time(tmp_path):

@@ -80,6 +80,8 @@ class Rules:
     """Whether a step of a large model that reads values, or whose optimizer is fused, is followed without values."""
     compresses_shares = _Since(6)
     """Whether compression saves TimelyFL with clock "share" only the share of a transfer's bytes that this clock charges."""
+    counts_trained_ranks = _Since(6)
+    """Whether HetLoRA's pruning compares the tail of the adapters that a task trains, not that of all adapters."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
 

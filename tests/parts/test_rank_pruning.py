@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from raafl.algorithms import fed_avg
-from raafl.core.types import Arrived, Update
+from raafl.core.algorithm import Select
+from raafl.core.types import Arrived, Update, Work
 from raafl.parts.merge.low_rank import RankMemory, kept, tail
-from raafl.submodel import FlatTensors
+from raafl.rules import CURRENT, Rules
+from raafl.submodel import FlatTensors, Spec
 from tests.helpers.coordinators import assigned
 from tests.helpers.lora_merge import A, B, started
 from tests.helpers.refusals import refuses
@@ -46,6 +50,24 @@ def test_a_client_whose_tail_has_shrunk_has_fewer_ranks_from_its_next_task_on():
     tasks = answered(coordinator, tasks[2], 2.0)
     assert {client: num_ranks(task) for client, task in tasks.items()} == {1: 2, 2: 3}
     assert coordinator.state.memory.of(RankMemory).pruned == {1: 1}
+
+
+class HeadAlone(Select):
+    """A choice of work that trains no adapter, as the windows of blocks of a large model train few of them."""
+
+    def __call__(self, client, fleet):
+        return Work(Spec.select(trained=["head"]))
+
+
+@pytest.mark.parametrize(("revision", "pruned"), [(5, {1: 1}), (CURRENT, {})])
+def test_adapters_that_a_task_does_not_train_are_no_tail_that_has_shrunk(revision, pruned):
+    algorithm = fed_avg(lora="hetlora", prune_ranks=0.7, submodel=HeadAlone())
+    coordinator, tasks = started(algorithm, 2)
+    coordinator.change(fleet=replace(coordinator.fleet, rules=Rules(revision)))
+    algorithm.select(coordinator.roster.clients[1], coordinator.fleet)  # notes the tail of what client 1 is sent
+    tensors = FlatTensors.zeros(coordinator.state.submodels.layout(tasks[1].spec, "trained"))
+    coordinator.handle(Arrived(Update(tasks[1].id, 1, 0, tensors, 1)), 0.0)
+    assert coordinator.state.memory.of(RankMemory).pruned == pruned
 
 
 def test_the_loss_acts_on_the_ranks_that_would_go_alone(tmp_path):

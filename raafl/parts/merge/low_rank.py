@@ -467,6 +467,8 @@ class PrunedRanks(WrappedSelect):
         work, state = super().__call__(client, fleet), fleet.state
         memory = state.memory.of(RankMemory)
         chosen, sent = dict(work.spec.kept), []
+        # of a window of blocks only these come back, and with them alone the tail can be compared
+        trained = state.submodels.layout(work.spec, "trained").by_name if fleet.rules.counts_trained_ranks else None
         for pair in self.adapters(state.submodels):
             name = _axis_of(pair, state)
             if name is None:
@@ -476,7 +478,8 @@ class PrunedRanks(WrappedSelect):
                 ranks = ranks[: kept(len(ranks), self.share)]
             if len(ranks) < len(state.values[pair.a]):
                 chosen[name] = tuple(ranks)
-            sent.append((state.values[pair.b][:, ranks], state.values[pair.a][ranks]))
+            if trained is None or (pair.a in trained and pair.b in trained):
+                sent.append((state.values[pair.b][:, ranks], state.values[pair.a][ranks]))
         memory.tails[client.id] = float(tail(sent, self.share))
         return replace(work, spec=replace(work.spec, kept=tuple(chosen.items())))
 

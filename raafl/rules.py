@@ -82,6 +82,8 @@ class Rules:
     """Whether compression saves TimelyFL with clock "share" only the share of a transfer's bytes that this clock charges."""
     counts_trained_ranks = _Since(6)
     """Whether HetLoRA's pruning compares the tail of the adapters that a task trains, not that of all adapters."""
+    follows_memory = _Since(6)
+    """Whether PruneFL's whole rounds, and TimelyFL's fixed workload, follow the memory of a client that has changed."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
 

@@ -297,8 +297,9 @@ class Pruned(Select):
         return uncut(fleet.state.submodels, "prune")
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the cached submodels of a lost client."""
-        fleet.cache.pop(client.id, None)  # entry of `RateSelect`
+        """Delete the cached submodels of a client that was lost, or whose memory has changed."""
+        if fleet.rules.follows_memory:
+            RateSelect().forget(client, fleet)  # size in rounds of the whole model
         fleet.cache.pop(("pruned", client.id), None)
 
     def __str__(self) -> str:

@@ -351,7 +351,8 @@ class Timely(Select):
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Assign E_c units of work on as many layers as alpha_c allows; raise `BadInput` if not even one fits the memory."""
         fixed = fleet.state.memory.of(TimelyMemory).fixed
-        if client.id in fixed:
+        # memory may be less than in the first round, on another device or after a task that ran out of it
+        if client.id in fixed and (not fleet.rules.follows_memory or fleet.fits(client, fixed[client.id][1])):
             num_units, spec = fixed[client.id]
             return self._work(num_units, spec, fleet)
         target = workload(fleet.state.memory.of(TimelyMemory).T_k, self.report(client, fleet))

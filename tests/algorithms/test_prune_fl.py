@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torch
 from raafl.algorithms import prune_fl
 from raafl.algorithms.prune_fl import Choice, ChosenMean, Pruned, choose, unit_times
 from raafl.core.algorithm import Local
+from raafl.core.types import OUT_OF_MEMORY, Arrived
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
-from raafl.submodel import Spec
-from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
+from raafl.rules import CURRENT, Rules
+from raafl.submodel import FULL, Spec
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, update_for
 from tests.helpers.refusals import refuses
 
 
@@ -91,6 +94,16 @@ def test_whole_rounds_choose_for_the_rounds_between():
         tasks = assigned(answer(coordinator, tasks[2], value))
     assert state.values["fc2.weight"].tolist() == [[7.0, 3.0, 7.0, 7.0]]
     assert {str(task.spec) for task in tasks.values()} == {"full"}
+
+
+@pytest.mark.parametrize(("revision", "gets_less"), [(5, False), (CURRENT, True)])
+def test_a_client_that_ran_out_of_memory_gets_less_in_whole_rounds_too(revision, gets_less):
+    coordinator = coordinator_for(prune_fl(every=3), min_clients=2)
+    coordinator.change(fleet=replace(coordinator.fleet, rules=Rules(revision)))
+    task = assigned(join(coordinator, [1, 2]))[1]
+    refused = update_for(coordinator.state, task, 0.0, refusal=OUT_OF_MEMORY)
+    again = assigned(coordinator.handle(Arrived(refused), 1.0))[1]
+    assert task.spec == FULL and (again.spec != FULL) is gets_less
 
 
 def test_a_client_gets_the_best_of_the_chosen_within_its_rate():

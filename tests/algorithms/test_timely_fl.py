@@ -24,7 +24,7 @@ from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import OwnTests, Training, TriggerContext
 from raafl.core.options import Compress
 from raafl.core.state import GlobalState, Memory
-from raafl.core.types import Adjusted, Arrived, Assignment, ClientInfo, Joined, SetTimer, Timer, Work
+from raafl.core.types import OUT_OF_MEMORY, Adjusted, Arrived, Assignment, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.server_optimizer import ServerOptimizer
@@ -293,6 +293,14 @@ def test_a_fixed_workload_is_that_of_the_first_round(adaptive):
         )
     assert loads[1] >= {(2, FULL)} and loads[2] >= {(1, FULL)}
     assert (loads == {1: {(2, FULL)}, 2: {(1, FULL)}}) == (not adaptive)
+
+
+@pytest.mark.parametrize(("revision", "spec"), [(5, FULL), (CURRENT, LAST)])
+def test_a_fixed_workload_is_less_for_a_client_that_ran_out_of_memory(revision, spec):
+    coordinator, actions = line_fleet(exact(adaptive=False, participation=1.0), [1.0, 2.0])
+    coordinator.change(fleet=replace(coordinator.fleet, rules=Rules(revision)))
+    refused = update_for(coordinator.state, assigned(actions)[1], 0.0, refusal=OUT_OF_MEMORY)
+    assert assigned(coordinator.handle(Arrived(refused), 1.0))[1].spec == spec
 
 
 def test_only_those_drawn_count_for_the_interval():

@@ -404,6 +404,11 @@ class Timely(Select):
             return Work(spec, num_steps=num_units * training.num_steps)
         return Work(spec, num_epochs=num_units * (training.num_epochs or 1))
 
+    @property
+    def names_trained(self) -> bool:
+        """Whether each client trains last layers of its own; see `Select.names_trained`."""
+        return self.cut == "layers"
+
     # ---- when a client joins or leaves ----
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:

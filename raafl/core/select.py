@@ -261,6 +261,11 @@ class Select(Part, ABC):
         """Whether a client's next work depends on its last update, so that it can be chosen only after that has arrived."""
         return False
 
+    @property
+    def names_trained(self) -> bool:
+        """Whether what trains of a submodel differs from client to client otherwise than by axes and blocks (`Spec.trained`)."""
+        return False
+
     def below(self) -> Select:
         """Return the part that selects for the clients of a simulated subfederation, to which this part's submodels are sent.
 

@@ -42,9 +42,11 @@ def common(spec: Spec, within: Spec) -> Spec:
     """Return the submodel that two submodels share.
 
     Raises:
-        SpecError: they share no unit of an axis, or no block.
+        SpecError: they share no unit of an axis, or no block; or ``within`` names what trains, and ``spec`` is a part.
     """
     if within.trained is not None or within.exits is not None:
+        if spec.is_full:  # whoever may train all trains what was sent
+            return within
         raise SpecError(
             f"the submodel {within} from the server above names what it trains: give this client whole layers"
         )
@@ -492,7 +494,13 @@ def config_problems(
         if not hides and (problem := problem_above(algorithm, merge)) is not None:
             found.append(f"{setting} is {value}, but {problem}: leave it out")
     if takes.get(SIMULATED) is not None and not found:
-        problem = problem_below(algorithm_below(algorithm, 1))
+        below = algorithm_below(algorithm, 1)
+        problem = problem_below(below)
+        if problem is None and below.select.names_trained:
+            problem = (
+                f"{SIMULATED} is {takes[SIMULATED]}, but {algorithm.name} gives each client layers of its own to train, of which "
+                "a subfederation cannot give its clients parts: leave it out"
+            )
         found += [] if problem is None else [problem]
     if is_below and (problem := problem_below(algorithm)) is not None:
         found.append(problem)

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
+from raafl.core.algorithm import Algorithm, Hook, Local, Select, SelectContext, Task
 from raafl.core.local import Traits
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest, refuse_unused
@@ -217,6 +217,10 @@ class Alternating(WrappedSelect):
         names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)
         trained = tuple(name for name in names if name in submodels.parameter_names and name not in frozen)
         return replace(work, spec=replace(work.spec, trained=trained))
+
+    def below(self) -> Select:
+        """Return what the wrapped part returns, since clients train the factors that were sent; see `Select.below`."""
+        return self.inner.below()
 
     def __str__(self) -> str:
         return f"{super().__str__()}, of adapters B or A in turn"

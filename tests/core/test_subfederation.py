@@ -7,7 +7,7 @@ import pytest
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, diloco, fed_avg, fed_buff, fed_prox
 from raafl.core.options import Guard, Privacy, Subfederation, Training
-from raafl.core.subfederation import check_contributions, differences, from_json, problem_above, to_json
+from raafl.core.subfederation import check_contributions, common, differences, from_json, problem_above, to_json
 from raafl.core.types import Assignment, ClientInfo, Received
 from raafl.data import Dirichlet
 from raafl.parts import RateSelect
@@ -141,6 +141,17 @@ def test_a_second_task_without_a_merge_below_starts_from_its_own_values(tmp_path
         level._work()
     sent = {float(next(iter(values.buffers.values()))[0]) for _, values in level._due}
     assert sent == {2.0}
+
+
+def test_clients_train_all_of_the_layers_that_the_server_above_names(tmp_path):
+    level = Level(experiment(tmp_path, fed_avg(), max_updates=None, subfederation=ONE), dict.fromkeys((1, 2, 3, 4)))
+    last = Spec.select(trained=["layers.3"])
+    received = level.coordinator.state.submodels.plan(last, "sent").gather(level.values)
+    update = level.train(Assignment(5, 1, 0, 0, 7, last, 0, None, None, 1, 0.0), received, "delta")
+    assert [(one.spec, one.num_updates) for one in update.contributions] == [(last, 4.0)]
+    assert list(update.tensors.layout.by_name) == ["layers.3.weight", "layers.3.bias"]
+    with pytest.raises(SpecError, match="names what it trains"):
+        common(HALF, last)
 
 
 def _checked(data, spec=None):

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox, fed_raa, ra_fed, scaffold
+from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox, fed_raa, ra_fed, scaffold, timely_fl
 from raafl.core.options import Subfederation, Subfederations
 from raafl.core.subfederation import algorithm_below
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.lab.plan.dry import World, predict
 from raafl.local.train import LocalTrainer
+from raafl.parts.select.submodels import Fragments, Full
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoint_reader import load
 from raafl.runfolder.checkpoints import newest
@@ -237,6 +238,10 @@ test_methods_that_cannot_are_refused = refuses(
     lambda algorithm, **fields: build(regions(Path("unused"), algorithm, **fields), pace=False),
     ({"algorithm": "scaffold"}, "subfederations.size is 3, but"),
     ({"algorithm": fed_avg(), "privacy": PRIVATE}, "subfederations.size is 3, but privacy is on"),
+    (
+        {"algorithm": timely_fl()},
+        "subfederations.size is 3, but timely_fl gives each client layers of its own to train",
+    ),
 )
 
 
@@ -255,6 +260,8 @@ def test_real_clients_are_no_simulated_subfederations():
         (fed_buff(2, 0.5), fed_buff(5)),
         (fed_buff(2, clients_at_work=3.0), fed_buff(5)),
         (diloco(weights="samples"), diloco(1.0, 0.0, weights="samples")),
+        (diloco(steps="speed", submodel=Fragments((0.5, 0.5))), diloco(1.0, 0.0, steps="speed")),
+        (fed_avg(lora="rolora"), replace(fed_avg(lora="rolora"), select=Full())),
     ],
 )
 def test_the_method_below_takes_all_clients_and_their_mean(above, below):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -370,6 +370,15 @@ class WrappedSelect(Select):
     def needs_last_update(self) -> bool:
         """Whether the wrapped select part (choice of submodels) must see a client's last update before it chooses again."""
         return self.inner.needs_last_update
+
+    @property
+    def names_trained(self) -> bool:
+        """Whether the wrapped select part (choice of submodels) names what trains; see `Select.names_trained`."""
+        return self.inner.names_trained
+
+    def below(self) -> Select:
+        """Return this wrapper around what the wrapped part returns; see `Select.below`."""
+        return replace(self, inner=self.inner.below())
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work that the wrapped select part assigns to the client."""

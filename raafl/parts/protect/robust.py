@@ -270,7 +270,7 @@ def feed(merge: Merge, state: GlobalState, values: Mapping[Spec, FlatTensors]) -
     for i, (spec, staleness) in enumerate(received):
         if i:
             merge.detach(combined)
-        merge.take(combined, PendingUpdate(Update(0, 0, 0, values[spec], 1), spec, staleness))
+        merge.take(combined, PendingUpdate(Update(0, 0, 0, values[spec], 1, 1), spec, staleness))
     merge.apply(combined)
 
 

@@ -16,6 +16,7 @@ from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Mean, Staleness
+from raafl.parts.merge.nesterov import Nesterov
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect.robust import (
     WINDOW,
@@ -27,6 +28,7 @@ from raafl.parts.protect.robust import (
     locate,
     norm_of,
 )
+from raafl.rules import CURRENT, Rules
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel import flat as flat_tensors
 from tests.helpers.coordinators import (
@@ -49,7 +51,7 @@ def give(merge, state, updates):
     """Each update: (value everywhere, spec, samples, staleness)."""
     for place, (value, spec, samples, staleness) in enumerate(updates):
         tensors = value if isinstance(value, FlatTensors) else filled(state, value, spec)
-        update = Update(place + 1, place + 1, 0, tensors, samples)
+        update = Update(place + 1, place + 1, 0, tensors, samples, 1)
         assert merge.reject_reason(state, update, spec, staleness) is None
         take(merge, state, update, spec, staleness)
         if place + 1 < len(updates):
@@ -311,6 +313,19 @@ def test_nothing_trimmed_is_the_unweighted_coverage_mean(inner):
         give(located(inner, "trimmed_mean", 0.0), line_state(), updates),
     )
     torch.testing.assert_close(values_of(plain), values_of(trimmed), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("inner", "revision", "expected"),
+    [
+        (Nesterov(1.0, 0.0, "tokens"), CURRENT, 2.0),
+    ],
+    ids=str,
+)
+def test_a_combined_update_counts_as_those_that_it_stands_for(inner, revision, expected):
+    state = line_state()
+    state.submodels.rules = Rules(revision)
+    assert one(give(located(inner, "trimmed_mean", 0.0), state, [(1.0, FULL, 1, 0), (3.0, FULL, 1, 0)])) == expected
 
 
 def test_updates_are_only_lent():

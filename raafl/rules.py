@@ -82,6 +82,8 @@ class Rules:
     """Whether compression saves TimelyFL with clock "share" only the share of a transfer's bytes that this clock charges."""
     counts_trained_ranks = _Since(6)
     """Whether HetLoRA's pruning compares the tail of the adapters that a task trains, not that of all adapters."""
+    counts_combined = _Since(6)
+    """Whether a robust or private mean counts in delayed Nesterov momentum as the updates that it stands for, not as one."""
     follows_memory = _Since(6)
     """Whether PruneFL's whole rounds, and TimelyFL's fixed workload, follow the memory of a client that has changed."""
     moves_waiting_statistics = _Since(6)

@@ -170,6 +170,7 @@ class Merge(Part, ABC):
             of those that have been received (`Trigger.merged_now`); False = it merges all.
         merges_means: whether an update may be the mean of several clients' (`Update.contributions`), each element of which
             weighs as much as those that have trained it.
+        counts_updates: whether the step of a merge depends on the number of its updates beside their mean.
         extension: name of the extension of the runtime (`raafl.runtime.extensions`) that this merge needs; None = none.
     """
 
@@ -177,6 +178,7 @@ class Merge(Part, ABC):
     by_client: ClassVar[bool] = False
     merges_some: ClassVar[bool] = False
     merges_means: ClassVar[bool] = False
+    counts_updates: ClassVar[bool] = False
     extension: ClassVar[str | None] = None
 
     def check(self, state: GlobalState) -> list[str]:

@@ -144,6 +144,7 @@ class DelayedNesterov(Nesterov):
 
     every: int | None = None
     merges_means: ClassVar[bool] = False  # false, since N counts single updates
+    counts_updates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -261,10 +261,11 @@ def feed(merge: Merge, state: GlobalState, values: Mapping[Spec, FlatTensors]) -
 
     Each waiting update is replaced by the combined one on its submodel, with weight 1. Since the merge averages these, its
     result is again the combined one, scaled by the mean of the updates' staleness factors. Elements that no update trained
-    stay unchanged. If all updates are equally late, one for each submodel is enough.
+    stay unchanged. If all updates are equally late, one for each submodel is enough, unless the merge counts them.
     """
     received = [(item.spec, item.staleness) for item in state.waiting]
-    if len({staleness for _, staleness in received}) == 1:
+    counts = merge.innermost.counts_updates and state.submodels.rules.counts_combined
+    if len({staleness for _, staleness in received}) == 1 and not counts:
         received = list(dict.fromkeys(received))
     combined = state.with_waiting([])
     for i, (spec, staleness) in enumerate(received):

@@ -16,7 +16,7 @@ from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Mean, Staleness
-from raafl.parts.merge.nesterov import Nesterov
+from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect.robust import (
     WINDOW,
@@ -318,6 +318,8 @@ def test_nothing_trimmed_is_the_unweighted_coverage_mean(inner):
 @pytest.mark.parametrize(
     ("inner", "revision", "expected"),
     [
+        (DelayedNesterov(1.0, 0.0, every=2), 5, 1.0),
+        (DelayedNesterov(1.0, 0.0, every=2), CURRENT, 2.0),  # 1/N of each of two updates
         (Nesterov(1.0, 0.0, "tokens"), CURRENT, 2.0),
     ],
     ids=str,

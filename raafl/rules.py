@@ -84,6 +84,8 @@ class Rules:
     """Whether HetLoRA's pruning compares the tail of the adapters that a task trains, not that of all adapters."""
     counts_combined = _Since(6)
     """Whether a robust or private mean counts in delayed Nesterov momentum as the updates that it stands for, not as one."""
+    keeps_zeros = _Since(6)
+    """Whether updates whose zeros count, as of FIARSE's elements, are refused compressors that make more of them."""
     follows_memory = _Since(6)
     """Whether PruneFL's whole rounds, and TimelyFL's fixed workload, follow the memory of a client that has changed."""
     moves_waiting_statistics = _Since(6)

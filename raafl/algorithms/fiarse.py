@@ -25,7 +25,7 @@ Choices that are left open, and differences:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -53,6 +53,7 @@ from raafl.algorithm import (
     Spec,
     Staleness,
     Task,
+    Traits,
     Update,
     Work,
     one_of,
@@ -185,6 +186,11 @@ class ShareOfElements(Select):
 @dataclass(frozen=True)
 class ImportanceAware(Local):
     """Local training that uses only the elements with the largest magnitudes."""
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, exact_zeros=True)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that masks all small elements."""

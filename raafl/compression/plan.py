@@ -76,6 +76,11 @@ class CompressionPlan:
                     f"compress.{way} is {kinds[way == 'up']}, which does not work with this algorithm, whose clients "
                     "keep tensors between tasks: give none, bf16 or int8"
                 )
+        if local.traits.exact_zeros and isinstance(up, Int8 | TopK) and submodels.rules.keeps_zeros:
+            raise BadInput(
+                f"compress.up is {kinds[1]}, which sends changed elements as 0, and this algorithm averages an element over the "
+                "clients that have changed it: give none or bf16"
+            )
         return cls(payload, sends, down, up)
 
     @classmethod

@@ -93,6 +93,7 @@ class Traits:
         captures: names of the hook's attributes that hold tensors which its steps read or change, besides the module's;
             None = its steps cannot be captured as a CUDA graph, for example since they read values of tensors.
         steps_ahead: number of first steps of a task that need no received values, and so may run before it arrives.
+        exact_zeros: whether the merge reads from an update which elements a task has left alone: those that are 0.
     """
 
     proven_as_trained: bool = True
@@ -104,6 +105,7 @@ class Traits:
     supports_data_parallel: bool = True
     captures: tuple[str, ...] | None = None
     steps_ahead: int = 0
+    exact_zeros: bool = False
 
 
 @dataclass(frozen=True)

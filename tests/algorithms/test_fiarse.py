@@ -15,13 +15,16 @@ from raafl.algorithms.fiarse import (
     maskable,
     threshold,
 )
+from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Local
+from raafl.core.options import Compress
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Staleness
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, Buffered
+from raafl.rules import Rules
 from raafl.submodel import FULL
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
 from tests.helpers.single_task import Slope, task_of
@@ -95,3 +98,15 @@ def test_at_size_one_it_is_near_fed_avg(tmp_path):
     ]
     losses = [run.summary["final"]["loss"] for run in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("up", ["int8", "top_k"])
+def test_compressors_that_send_changed_elements_as_0_are_refused(up):
+    """Two clients that change an element by a tenth of int8's step would move it by 0.19 of the step on average, not 0.1."""
+    submodels, wanted = line_state().submodels, Compress(up=up)
+    with pytest.raises(BadInput, match=f"compress.up is {up}, which sends changed elements as 0"):
+        CompressionPlan.of(submodels, wanted, "delta", ImportanceAware())
+    assert CompressionPlan.of(submodels, wanted, "delta", fiarse("units").local) is not None
+    assert CompressionPlan.of(submodels, Compress(up="bf16"), "delta", ImportanceAware()) is not None
+    submodels.rules = Rules(5)  # an older run folder replays
+    assert CompressionPlan.of(submodels, wanted, "delta", ImportanceAware()) is not None

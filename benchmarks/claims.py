@@ -119,7 +119,14 @@ def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Inter
         label, reference = claim[kind]
         shares = gaining(rows, reference)[label]
         return paired(shares, {seed: 1 - share for seed, share in shares.items()}), ""
-    values = [{run["seed"]: run[figure] for run in runs if run.get(figure) is not None} for runs in (ours, theirs)]
+    values = [
+        {
+            run["seed"]: value
+            for run in runs
+            if (value := run.get(figure, run.get("metrics", {}).get(figure))) is not None
+        }
+        for runs in (ours, theirs)
+    ]
     return paired(*values), ""
 
 
@@ -412,6 +419,8 @@ Repeated on 2026-11-29, all ten runs of TimelyFL's figure-7 had the committed `m
 `eval_every` is newer than the committed result.
 Pages of results say where that is so.
 A claim at a small scale, or on another data set, is one about that scale.
+TimelyFL's claims are decided on raafl's clock, on which frozen layers take time; the rows with the paper's clock are on
+[its page](results/fed-raa.md#timelyfl-table-1-cifar-10).
 A target seen at one evaluation was reached after the one before: intervals of times are wider by that distance on
 each side, and times that are equal for all seeds have the largest spread that it leaves.
 {len(old)} results were computed by earlier rules of times and bits, as `rules` in their files says.

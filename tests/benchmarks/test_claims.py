@@ -217,6 +217,17 @@ def test_differences_are_paired_by_seed_and_times_are_ratios():
     assert (found.mean, bound) == (pytest.approx(-math.log(4)), "at most")
 
 
+def test_a_figure_is_a_field_of_a_run_or_one_of_its_metrics(every):
+    rows = [
+        {"row": label, "runs": [{"seed": 0, "utilisation": value, "metrics": {"macro_f1": 2 * value}}]}
+        for label, value in (("A", 0.3), ("B", 0.2))
+    ]
+    for figure, difference in (("utilisation", 0.1), ("macro_f1", 0.2)):
+        found, _ = measured({"higher": ["A", "B"], "figure": figure}, {"rows": rows})
+        assert found is not None and found.mean == pytest.approx(difference)
+    assert all(one.measured is not None for _, found in every.values() for one in found if "result" in one.claim)
+
+
 def test_of_two_rows_that_did_not_reach_a_target_the_one_that_ended_sooner_is_not_the_faster():
     def text_of(reached_s):
         def runs(end_s):

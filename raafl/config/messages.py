@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -388,6 +389,8 @@ def describe_type(hint: object) -> list[str]:
         return ["a table of fields, such as {name: slow, flops_per_s: 1.0e9}"]
     if origin in (list, Sequence) and inner[0] in _LISTED:
         return [f"a list of {_LISTED[inner[0]]}"]
+    if is_dataclass(hint):
+        return [f"a mapping with some of the fields {', '.join(one.name for one in fields(hint))}"]
     return [_WORDS.get(origin or hint) or f"a value of type {getattr(hint, '__name__', hint)}"]
 
 

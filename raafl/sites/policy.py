@@ -14,11 +14,11 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -356,10 +356,25 @@ def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: st
         except Wrong as wrong:
             line = yaml_line(file, wrong.field.removeprefix(f"{name}.")) or yaml_line(file, str(key))
             problems.append(f"{wrong}{'' if line is None else f' ({relative(file)}, line {line})'}")
+    problems += _missing(tree, kind, name, file)
     if problems:
         raise BadInput("\n".join(problems))
     made: Record = parser.instantiate(parser.parse_object({"of": dict(tree)})).of
     return made
+
+
+def _missing(tree: Mapping[str, Any], kind: Any, name: str, file: str) -> Iterator[str]:
+    """Yield a message for each field without a default that a section of the file lacks."""
+    for section, hint in get_type_hints(kind).items():
+        given, nested = tree.get(section), next(filter(is_dataclass, get_args(hint)), None)
+        if nested is None or not isinstance(given, dict):
+            continue
+        required = [one.name for one in fields(nested) if one.default is MISSING and one.default_factory is MISSING]
+        line = yaml_line(file, section)
+        where = "" if line is None else f" ({relative(file)}, line {line})"
+        # jsonargparse would report it with the classes that it tried
+        for lacking in (one for one in required if one not in given):
+            yield f"{name}.{section}.{lacking} is missing: give it, or leave {section} out{where}"
 
 
 # Store how many bytes and how much of its privacy budget a site has used, in a folder that later processes read.

@@ -95,6 +95,12 @@ def test_each_problem_is_a_line_of_its_own(tmp_path):
             "partners: [north, 'south@AB12']",
             "policy.partners has 'south@AB12': give the NAME of a site, or NAME@FINGERPRINT",
         ),
+        ("privacy: {clip_norm: 1.0}", "policy.privacy.noise_multiplier is missing: give it, or leave privacy out ("),
+        ("models: [MLP]\nconsent: {every: task}", "policy.consent.how is missing: give it, or leave consent out ("),
+        (
+            "consent: ask",
+            "policy.consent is 'ask': give a mapping with some of the fields how, every, folder, wait_s or null (",
+        ),
         ("- models", "holds ['models']: write fields"),
         ("models: [", "is not valid YAML: "),
         ("max_hours: 1\nmax_hours: 2", "is not valid YAML: line 2, column 1: 'max_hours' is given twice"),

@@ -24,7 +24,7 @@ from raafl.config.experiment import ABOUT, marked
 from raafl.config.own_runs import is_own
 from raafl.config.problems import ACCELERATORS
 from raafl.core.options import CAPTURES
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, RunFailed, briefly
 from raafl.plain_yaml import LARGEST, dump_yaml, inside, load_untrusted_yaml
 from raafl.rules import recorded_revision
 from raafl.sanitize import sanitize_text
@@ -159,15 +159,21 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
 def of_text(text: str, what: str, *, trusted: bool) -> str:
     """Check a config that somebody else submits to this machine, unless it is trusted, and return it as YAML.
 
-    It may say neither where results go nor which folder is resumed. `what`: whose config it is, for messages.
+    `what`: whose config it is, for messages.
 
     Raises:
-        BadInput: the text is not a config, or ``trusted`` is False and it names classes that are not part of raafl,
-            files that the server would write, or a port that it would open.
+        BadInput: the text is not a config, it says where results go or which folder is resumed, or ``trusted`` is False
+            and it names classes that are not part of raafl, files that the server would write, or a port that it would open.
     """
     try:
         tree = with_class_path(_tree(text))
-        tree = {name: value for name, value in tree.items() if name not in (*SENDS, "resume")}
+        places = {name: tree.pop(name) for name in (*SENDS, "resume") if name in tree}
+        for name, value in places.items():
+            if value is not None:  # a config of --print_config has all fields, these as null
+                raise BadInput(
+                    f"the config of {what} is refused: {name} is {briefly(value)}: leave it out, since the server decides "
+                    "where the run's folder is and where its model goes"
+                )
         if not trusted:
             _check_names(tree, may_write=False)
     except UntrustedValue as problem:

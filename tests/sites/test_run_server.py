@@ -119,8 +119,13 @@ def _trial(run="a", config=CONFIG):
 
 
 def test_a_submitted_config_may_not_say_where_it_writes():
-    text = of_text(CONFIG + "output: /etc\nresume: /etc\npush_to_hub: {repo: a/b}\n", "run 'a'", trusted=False)
-    assert not any(word in text for word in ("output", "resume", "push_to_hub"))
+    for field in ("output: /etc", "resume: /etc", "push_to_hub: a/b"):
+        for trusted in (False, True):
+            name, _, value = field.partition(": ")
+            with pytest.raises(BadInput, match=f"run 'a' is refused: {name} is '{value}': leave it out"):
+                of_text(CONFIG + field, "run 'a'", trusted=trusted)
+    text = of_text(CONFIG + "output: null\nresume: null\npush_to_hub: null\n", "run 'a'", trusted=False)
+    assert not any(word in text for word in ("output", "resume", "push_to_hub")), "as --print_config writes them"
     of_text(CONFIG + "privacy: {clip_norm: 1.0, seed_file: null}\n", "run 'a'", trusted=False)
 
 

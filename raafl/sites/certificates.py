@@ -169,6 +169,7 @@ def check_name(field: str, name: str) -> str:
 
 FOLDER = "revoked"
 """Folder within the user's state folder with the newest revocation list of each authority."""
+_GET_IT = ": get the newest list from the authority"
 
 _log = logging.getLogger(__name__)
 
@@ -261,10 +262,11 @@ class Revocations:
                     memory.store(found)
                     self._newest = found
             if problem and self._is_read:
-                raise BadInput(f"{problem}: get the newest list from the authority")
+                raise BadInput(f"{problem}{_GET_IT}")
             if problem:
-                _log.warning("%s, which stays in force: get the newest list from the authority", problem)
+                _log.warning("%s, which stays in force%s", problem, _GET_IT)
             self._is_read = True
+            self._warned = problem and f"{problem}{_GET_IT}"
             return frozenset() if self._newest is None else self._newest.serials
 
     def latest(self) -> frozenset[int]:
@@ -274,7 +276,7 @@ class Revocations:
             BadInput: the first reading failed.
         """
         try:
-            found = self.read()
+            return self.read()
         except BadInput as error:
             if not self._is_read:
                 raise
@@ -282,8 +284,6 @@ class Revocations:
                 self._warned = str(error)
                 _log.warning("the earlier list of revoked certificates stays in force: %s", error)
             return frozenset() if self._newest is None else self._newest.serials
-        self._warned = ""
-        return found
 
 
 class _Memory:

@@ -82,6 +82,7 @@ def test_nobody_goes_back_to_an_older_list(authority, lists, caplog, restarted, 
         seen = of(authority)
         assert seen.read() == set(serials), "the newest list stays in force, with a warning"
         assert "which stays in force: get the newest list" in caplog.text
+        assert seen.latest() == seen.latest() == set(serials) and len(caplog.records) == 1, "it is not said again"
     with pytest.raises(BadInput, match=r"(older than|but this machine has seen the revocation list) number \d+"):
         seen.read()
     assert seen.latest() == set(serials)

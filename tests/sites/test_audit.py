@@ -127,6 +127,23 @@ def test_an_update_that_a_site_never_sent_and_an_assignment_that_it_never_got_ar
     assert any(f"assignment {second} of client 2: the journal has an update" in line for line in findings)
 
 
+@pytest.mark.parametrize(("event", "cause"), [("lost", "the client was lost"), ("resumed", "the server was restarted")])
+def test_an_update_that_was_on_its_way_when_client_or_server_went_is_no_contradiction(recorded, run, event, cause):
+    site = SiteReceipts.read(recorded[1][1])
+    second = site.receipts[1].assignment["id"]
+
+    def change(row):
+        if row["event"] == "arrived" and row["assignment"] == second:
+            return {"time_s": row["time_s"], "event": event, **({"client": 1} if event == "lost" else {"kept": 5})}
+        return row
+
+    rewrite(run, change)
+    findings, notes = compare(site, run, check_books(run, heads=True))
+    name = f"assignment {second} of client 1"
+    assert f"{name}: the site sent an update, the journal has none, since {cause}" in notes
+    assert not any(line.startswith(name) and "the journal has none" in line for line in findings)
+
+
 def audit(capsys, run, site, *options):
     with cached_models.reuse_findings():
         code = main(["audit", str(run), "--site", str(site), "--share", "1", "--json", *options])

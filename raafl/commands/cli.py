@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import json
 import logging
 import os
@@ -118,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Codes: 0 done, 1 failed, 2 bad input, 3 replaced by another client with the same id, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a path may have bytes that the terminal's encoding lacks: a run that is done must not fail when it is named
+        sys.stdout.reconfigure(errors="backslashreplace")
     asked = values(argv, "--log")
     given = asked[-1] if asked else os.environ.get(LOG_VARIABLE, "text")
     kind = "json" if given == "json" else "text"

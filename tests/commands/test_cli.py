@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import signal
@@ -234,6 +235,15 @@ def test_ctrl_c_ends_with_a_summary(tmp_path):
     merged = sum(task["outcome"] == "merged" for task in tasks)
     assert merged == summary["updates_merged"] >= 8  # header, versions 0, 4, 8
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_a_run_in_a_folder_whose_name_is_no_utf8_ends_well(tmp_path, monkeypatch):
+    """Standard output takes no such bytes in most locales, though the file system does."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="utf-8", errors="strict"))
+    options = ("--output", str(tmp_path / "bad\udcffname"), "--progress", "plain")
+    assert main(["simulate", "--config", str(QUICKSTART), "--max_updates", "2", *options]) == 0
+    assert rb"bad\udcffname" in printed.getvalue()
 
 
 def test_a_reader_that_goes_away_ends_nothing(tmp_path):

@@ -275,7 +275,13 @@ def _output(experiment: Any) -> None:
                 )
         return
     path = Path(experiment.output)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    try:
+        is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:  # a name that is too long, or a folder that this user may not read
+        raise BadInput(
+            f"output is '{experiment.output}', which cannot be used ({error.strerror}): name another folder"
+        ) from None
+    if is_taken:
         raise BadInput(
             f"output is '{experiment.output}', which is not an empty folder: name a new folder, or remove that one"
         )

@@ -217,6 +217,10 @@ def test_output_may_be_new_or_empty_and_nothing_else(tmp_path):
     assert problems(output=str(below)) == [
         f"output is '{below}', and {tmp_path / 'file'} is not writable: name another folder"
     ]
+    long = tmp_path / ("n" * 300)
+    assert problems(output=str(long)) == [
+        f"output is '{long}', which cannot be used (File name too long): name another folder"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ versions, thread count and device are the same (`raafl.runtime.lifecycle.environ
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,6 +42,10 @@ from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.lifecycle.resume import same_mode, undone_in
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
+
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 10.0
+"""Seconds between two log lines about the progress of a replay, which takes as long as the run's training."""
 
 
 def replay(
@@ -252,6 +258,7 @@ class Replay:
         arrived = (one for one in enumerate(rows) if one[1].get("event") == "arrived")
         order = {row["assignment"]: place for place, row in arrived if "contributions" not in row}
         together, never = batches_of(rows), len(order)
+        num_arrived, num_updates, logged_s = 0, len(order), time.monotonic()
         self.executor.follow(together)
         # a task without a recorded answer may have been in a batch with tasks that have one
         order = {**{number: never for batch in together for number in batch}, **order}
@@ -275,6 +282,12 @@ class Replay:
                 self._do(action, order)
             if isinstance(event, Lost):
                 self._forget(event.client)
+            num_arrived += isinstance(event, Arrived)
+            if time.monotonic() - logged_s >= _PROGRESS_S:
+                logged_s = time.monotonic()
+                _log.info(
+                    f"replayed {num_arrived} of {num_updates} updates, to version {self.coordinator.state.version}"
+                )
 
     def _event(self, row: JournalRow) -> Event | None:
         if row.get("event") == "received":

@@ -50,6 +50,14 @@ def test_a_simulated_run_replays_to_the_last_bit(tmp_path, name):
     assert result["altered"] == []
 
 
+def test_a_long_replay_logs_how_far_it_is(tmp_path, monkeypatch, caplog):
+    simulated(tmp_path / "run", "--max_updates=6")
+    monkeypatch.setattr("raafl.runtime.replay._PROGRESS_S", 0.0)
+    caplog.set_level("INFO", "raafl.runtime.replay")
+    replay(tmp_path / "run")
+    assert caplog.messages[-1] == "replayed 6 of 6 updates, to version 6"
+
+
 def test_a_changed_row_that_leaves_the_model_equal_is_named(tmp_path):
     simulated(tmp_path / "run", "--max_updates=6")
     path = tmp_path / "run" / "events.jsonl"

@@ -557,6 +557,10 @@ class Consents:
         try:
             new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
             new.rename(file)  # rename the finished file, so that a reviewer never reads half of one
+            _log.info(
+                f"waiting up to {wait_s:g} s for {request['asks']}: answer '{file}' by a file {yes.name} or {no.name} beside it",
+                extra={"private": True},
+            )
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
                 time.sleep(_LOOK_S)

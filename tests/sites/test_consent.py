@@ -51,8 +51,12 @@ def test_a_reviewer_answers_by_a_file(tmp_path, answer, consented):
     assert (row["answer"], row["model"]) == (answer, "MLP")
 
 
-def test_no_answer_in_time_is_a_no(tmp_path):
+def test_no_answer_in_time_is_a_no(tmp_path, caplog):
+    caplog.set_level("INFO", "raafl.sites.gate")
     assert reviewed(tmp_path, None, wait_s=0.2)[0] is False
+    (line,) = caplog.messages
+    assert line.startswith(f"waiting up to 0.2 s for consent to this run: answer '{tmp_path}{os.sep}")
+    assert line.endswith(".no beside it")
     assert json.loads((tmp_path / "answers.jsonl").read_text())["answer"] == "none"
 
 
@@ -71,7 +75,8 @@ def test_a_folder_that_cannot_be_used_is_a_no_and_is_said_once_until_it_works_ag
     for times in (1, 2):
         folder.rmdir()
         assert not asked.given("task", {}) and not asked.given("task", {})
-        assert [(row.message, row.private) for row in caplog.records] == [(said, True)] * times
+        warnings = [row for row in caplog.records if row.levelname == "WARNING"]
+        assert [(row.message, row.private) for row in warnings] == [(said, True)] * times
         folder.mkdir()
         assert not asked.given("task", {})
         (folder / "answers.jsonl").unlink()

@@ -282,6 +282,11 @@ class RunFolder:
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
 
     @property
+    def lacks_seal(self) -> bool:
+        """Whether the last seal could not be written."""
+        return self._seals is not None and self._seals.failing
+
+    @property
     def num_clients_dropped(self) -> int:
         """Number of rows that clients.csv lacks and that will never be written."""
         return self._clients.num_dropped

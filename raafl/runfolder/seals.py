@@ -109,6 +109,11 @@ class SealFile:
         self._before = _last_digest(path)
         self._file: AppendFile[bytes] = AppendFile(path, bytes, warn, new=not path.exists(), remake=remake)
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last seal could not be written."""
+        return self._file.failing
+
     def add(
         self,
         sealed: Sealed,
@@ -193,6 +198,11 @@ class RunSeals:
                 return False
         self._file.add(sealed, version=version, files=files, final=final, altered=altered)
         return True
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last seal could not be written; False without a file of seals."""
+        return self._file is not None and self._file.failing
 
     def close(self) -> None:
         """Close the file of seals."""

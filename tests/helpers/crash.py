@@ -1,4 +1,4 @@
-"""Simulate runs by command-line options, and let one crash between two events."""
+"""Simulate runs by command-line options, and let one crash between two events, or be interrupted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raafl.config.parse import parse
+from raafl.core.hooks import RunHooks
 from raafl.runtime.lifecycle.checkpointer import Checkpointer
 from raafl.runtime.run import simulate
 from tests.helpers import cached_models
@@ -46,3 +47,22 @@ def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) ->
     """Simulate a run by ``options`` that crashes once ``num_settled`` tasks are settled."""
     with crash(monkeypatch, num_settled):
         simulated(*options)
+
+
+class StopAt(RunHooks):
+    """Interrupts a run, as Ctrl-C does, after a version."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.now = version, 0
+
+    def on_merged(self, version: int, now: float, seconds: float) -> None:
+        self.now = version
+
+    def stop_asked(self) -> str | None:
+        return "interrupted" if self.now >= self.version else None
+
+
+def stopped(version: int, *options: str) -> None:
+    """Simulate a run by ``options`` that is interrupted after a version."""
+    parsed = parse("simulate", ["--progress=quiet", *options])
+    assert simulate(parsed.experiment, parsed.config_yaml, StopAt(version))[0]["finished"] == "interrupted"

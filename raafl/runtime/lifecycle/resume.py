@@ -451,6 +451,8 @@ def go_on(run: Any, saved: SavedRun) -> None:
             # with an extra row, and one killed after it cut a table would leave one with too few
             sealed = replace(folder.sealed(), tables=tables)
             folder.seal(sealed, coordinator.state.version, [CONFIG], altered=altered)
+            if folder.lacks_seal:
+                raise OSError(f"{SEALS} takes no row")
             if mended.num_missing:
                 folder.gap(mended.num_missing)
                 run.progress.warn(missing(run.folder, mended.num_missing))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import re
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 from raafl.config.parse import parse
-from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.privacy import PrivacyMemory
@@ -28,11 +28,11 @@ from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.journal import FolderLock
 from raafl.runtime.lifecycle.resume import SavedRun, after_restart, cut_back, leave_note, load, mend
 from raafl.runtime.replay import replay
-from raafl.runtime.run import Run, simulate
+from raafl.runtime.run import Run
 from raafl.runtime.setup import build
 from raafl.watch.state import follow
 from tests.helpers import forkserver
-from tests.helpers.crash import crashed, simulated
+from tests.helpers.crash import crashed, simulated, stopped
 from tests.helpers.forked_command import command, wait_for
 from tests.helpers.small_runs import experiment
 
@@ -347,24 +347,6 @@ def test_merges_that_a_crash_has_undone_count_until_a_checkpoint_has_counted_the
     assert mended([], 2, 10) == ([[(1, 3), (1, 4)], [(2, 3)], [(3, 4)]], [(3, 3)])  # the checkpoint of 14 is damaged
 
 
-class StopAt(RunHooks):
-    """Interrupts a run, as Ctrl-C does, after a version."""
-
-    def __init__(self, version):
-        self.version, self.now = version, 0
-
-    def on_merged(self, version, now, seconds):
-        self.now = version
-
-    def stop_asked(self):
-        return "interrupted" if self.now >= self.version else None
-
-
-def stopped(version: int, *options: str) -> None:
-    parsed = parse("simulate", ["--progress=quiet", *options])
-    assert simulate(parsed.experiment, parsed.config_yaml, StopAt(version))[0]["finished"] == "interrupted"
-
-
 TORN = {"clients.csv": b"3,7,1", "metrics.csv": b"1", "events.jsonl": b'{"time_s":0.1,"eve', "seals.jsonl": b'{"at":1'}
 TORN["samples.csv"] = b"6,cla\n\0\0,,,,,\n6"
 
@@ -385,6 +367,28 @@ def test_a_run_that_was_stopped_and_whose_files_end_in_torn_rows_ends_as_if_it_h
     for name in ("clients.csv", "samples.csv"):
         assert rows(cut / name) == rows(tmp_path / "whole" / name)
     assert replay(cut)["equal"] is True
+
+
+def test_a_resume_without_room_for_its_seal_leaves_the_run_as_it_was(tmp_path, monkeypatch):
+    """Else the journal has a row that no seal covers, which an audit reports as added after the end of the run."""
+    stopped(6, "--config", CONFIG, *SMALL, "--algorithm=fed_async", "--max_updates=9", f"--output={tmp_path / 'run'}")
+    before = contents(tmp_path / "run")
+
+    write = AppendFile._write
+
+    def full(file: AppendFile, data: bytes) -> None:
+        if file.path.name == "seals.jsonl":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AppendFile, "_write", full)
+        with pytest.raises(BadInput, match=r"where writing fails \(seals.jsonl takes no row\): make it writable"):
+            simulated("--resume", str(tmp_path / "run"))
+    assert contents(tmp_path / "run") == before
+    simulated("--resume", str(tmp_path / "run"))
+    assert check_books(tmp_path / "run").findings == []
+    assert replay(tmp_path / "run")["equal"] is True
 
 
 def test_merges_undone_by_a_crash_are_still_known_after_a_resume_that_failed(tmp_path):

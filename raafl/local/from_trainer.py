@@ -38,6 +38,8 @@ _LOSS_WRAPPERS = (
     "trl.trainer.kto_trainer",
 )
 """Modules whose trainers wrap `training_step` to offload activations, if their arguments say so, and `evaluate` to prepare data."""
+_GENERATES = "transformers.trainer_seq2seq"
+"""Module whose trainer sets length and beams of generated answers in `evaluate`; `TrainerModule` sets them for each step."""
 _INSTEAD_OF = {
     "data": "leave it out",
     "loss": "leave it out; override compute_loss, or give the Trainer compute_loss_func",
@@ -235,6 +237,8 @@ def check_trainer(trainer: Any) -> None:
     for name in _OWN_LOOP:
         owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
         if owner is base or (name in ("training_step", "evaluate") and owner.__module__ in _LOSS_WRAPPERS):
+            continue
+        if name == "evaluate" and owner.__module__ == _GENERATES:
             continue
         if name == "_prepare_inputs":
             raise BadInput(

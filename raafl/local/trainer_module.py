@@ -30,7 +30,7 @@ from torchmetrics import Metric  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _NO_LABEL = -100
-_SET = ("model", "model_wrapped", "state", "log", "_prepare_inputs", "optimizer", "lr_scheduler")
+_SET = ("model", "model_wrapped", "state", "log", "_prepare_inputs", "optimizer", "lr_scheduler", "_gen_kwargs")
 """Attributes of the Trainer that are restored after a step."""
 _LOCK = threading.RLock()
 
@@ -172,6 +172,12 @@ class TrainerModule(LightningModule):
             trainer.model = trainer.model_wrapped = self.model
             # the Trainer must not move batches: they are on this copy's device, which may not be the Trainer's
             trainer._prepare_inputs = lambda inputs: inputs
+            if getattr(trainer.args, "predict_with_generate", False):
+                # its `evaluate`, which no evaluation of a run calls, would set them; None leaves both to the model
+                trainer._gen_kwargs = {
+                    "max_length": trainer.args.generation_max_length,
+                    "num_beams": trainer.args.generation_num_beams,
+                }
             reference = getattr(trainer, "ref_model", None)
             device = next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":

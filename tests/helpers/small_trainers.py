@@ -122,3 +122,23 @@ def classifier(folder: Path, num: int = 8, base: Any = None, **changes: Any) -> 
     given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:5])}
     given |= {"data_collator": DataCollatorWithPadding(words), "processing_class": words, "compute_metrics": accuracy}
     return (base or Trainer)(model, Arguments(**arguments(folder, **changes)), **given)
+
+
+def seq2seq(folder: Path, num: int = 8, **changes: Any) -> Any:
+    from datasets import Dataset
+    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
+    from transformers import Seq2SeqTrainingArguments as Arguments
+
+    torch.manual_seed(1)
+    config = T5Config(vocab_size=19, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 0, 0, 2
+    model, draws, words = T5ForConditionalGeneration(config), random.Random(0), tokenizer()
+    rows = [{**words(text(draws, 5)), "labels": words(text(draws, 3))["input_ids"]} for _ in range(num)]
+
+    def written(found: Any) -> dict[str, float]:
+        return {"tokens": float((found.predictions != 0).sum()), "sum": float(found.predictions.sum())}
+
+    args = Arguments(**arguments(folder, **{"predict_with_generate": True, "generation_max_length": 6, **changes}))
+    given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:4])}
+    given |= {"data_collator": DataCollatorForSeq2Seq(words, model=model), "processing_class": words}
+    return Seq2SeqTrainer(model, args, **given, compute_metrics=written)

@@ -23,7 +23,7 @@ from raafl.submodel import FULL, Submodels
 from raafl.submodel.isolated_run import loss_of, settle
 from tests.helpers import small_trainers
 from tests.helpers.counted_task import flop_counter
-from tests.helpers.small_trainers import classifier, dpo, kto, reward, sft
+from tests.helpers.small_trainers import classifier, dpo, kto, reward, seq2seq, sft
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[hf]'")
@@ -140,6 +140,19 @@ def test_compute_metrics_sees_the_whole_evaluation(tmp_path: Path) -> None:
     expected = alone.evaluate()
     assert result.final["accuracy"] == expected["eval_accuracy"]  # of 5 rows in 1 batch of 8
     assert result.final["loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("changes", ({}, {"generation_max_length": 3, "generation_num_beams": 2}))
+def test_a_seq2seq_trainer_generates_at_evaluations(changes: dict[str, Any], tmp_path: Path) -> None:
+    alone, given = seq2seq(tmp_path, **changes), seq2seq(tmp_path, **changes)
+    _, result = simulate(given, tmp_path)
+    alone.train()
+    expected, found = alone.evaluate(), dict(result.module.named_parameters())
+    assert all(torch.equal(value, found[name]) for name, value in alone.model.named_parameters())
+    assert [result.final[name] for name in ("tokens", "sum")] == [expected["eval_tokens"], expected["eval_sum"]]
+    assert 0 < result.final["tokens"] <= 4 * (given.args.generation_max_length - 1)
+    assert result.final["loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
+    assert not hasattr(given, "_gen_kwargs")
 
 
 @pytest.mark.slow("imports TRL")

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, Final
 
 import torch
+from torch.utils.data import IterableDataset
 
 from raafl.core.options import FabricOptions
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing
@@ -254,11 +255,23 @@ def check_trainer(trainer: Any) -> None:
         )
     if trainer.train_dataset is None:
         raise BadInput(f"the {kind} has no train_dataset: give it one, which is shared out among the clients")
+    for name in ("train_dataset", "eval_dataset"):
+        _check_rows(f"{name} of the {kind}", getattr(trainer, name))
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise BadInput(
             f"the {kind} was given optimizers=, which hold the whole model's parameters, but each task makes its own: give "
             "optimizer_cls_and_kwargs=, TrainingArguments.optim, or override create_optimizer"
         )
-    if isinstance(trainer.eval_dataset, dict):
-        raise BadInput(f"eval_dataset of the {kind} is a dict of {len(trainer.eval_dataset)}: give one data set")
     check_arguments(trainer)
+
+
+def _check_rows(what: str, data: Any) -> None:
+    """Raise `BadInput` unless ``data`` is None or one data set whose rows are read by number, so that they can be divided."""
+    if isinstance(data, dict):
+        raise BadInput(f"{what} is a dict of {len(data)}: give one data set")
+    # torch's class inherits a `__getitem__` that only raises, and may have a length
+    if isinstance(data, IterableDataset) or (data is not None and not hasattr(data, "__len__")):
+        raise BadInput(
+            f"{what} is a stream ({type(data).__name__}) without numbered rows: give a data set with a length, such as "
+            "datasets.Dataset.from_list(list(stream))"
+        )

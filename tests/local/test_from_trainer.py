@@ -286,6 +286,23 @@ def without_data(folder: Path) -> Any:
     return trainer
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 8
+
+
+def with_data(name: str, rows: Any) -> Any:
+    def make(folder: Path) -> Any:
+        trainer = classifier(folder)
+        setattr(trainer, name, rows)
+        return trainer
+
+    return make
+
+
 def early_stopping(folder: Path) -> Any:
     from transformers import EarlyStoppingCallback
 
@@ -306,6 +323,9 @@ REFUSED = {
     "makes its batches from the model": lambda folder: classifier(folder, base=with_own("_prepare_inputs")),
     "was given optimizers=": with_optimizer,
     "has no train_dataset": without_data,
+    "train_dataset of the Trainer is a stream (Stream) without": with_data("train_dataset", Stream()),
+    "eval_dataset of the Trainer is a stream (list_iterator) without": with_data("eval_dataset", iter([])),
+    "train_dataset of the Trainer is a dict of 1: give one data set": with_data("train_dataset", {"train": [1]}),
     "trainer is 5: give a transformers.Trainer": lambda folder: 5,
     "makes list: let it return": lambda folder: list,
 }

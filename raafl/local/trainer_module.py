@@ -158,8 +158,16 @@ class TrainerModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Save the model as its library does; of a PEFT model the adapter."""
-        self.model.save_pretrained(str(folder))
+        """Save the model as a Trainer does: by its library, of a PEFT model the adapter, of a plain module the tensors."""
+        if callable(getattr(self.model, "save_pretrained", None)):
+            self.model.save_pretrained(str(folder))
+            return
+        from safetensors.torch import save_file
+
+        # clones, since safetensors stores no tensors that share memory
+        named = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        copies = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in named.items()}
+        save_file(copies, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
     @contextmanager
     def _bound(self) -> Iterator[Any]:

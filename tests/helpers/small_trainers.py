@@ -142,3 +142,27 @@ def seq2seq(folder: Path, num: int = 8, **changes: Any) -> Any:
     given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:4])}
     given |= {"data_collator": DataCollatorForSeq2Seq(words, model=model), "processing_class": words}
     return Seq2SeqTrainer(model, args, **given, compute_metrics=written)
+
+
+class Net(torch.nn.Module):
+    """A module that is no model of transformers, with the loss in its forward as a Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.hidden, self.out = torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        logits = self.out(torch.relu(self.hidden(x)))
+        loss = {} if labels is None else {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
+
+
+def plain(folder: Path, num: int = 8, base: Any = None, **changes: Any) -> Any:
+    from transformers import Trainer
+    from transformers import TrainingArguments as Arguments
+
+    draws = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(4, generator=draws), "labels": i % 2} for i in range(num)]
+    given = {"train_dataset": rows, "eval_dataset": rows[:4]}
+    return (base or Trainer)(Net(), Arguments(**arguments(folder, **changes)), **given)

@@ -23,7 +23,7 @@ from raafl.submodel import FULL, Submodels
 from raafl.submodel.isolated_run import loss_of, settle
 from tests.helpers import small_trainers
 from tests.helpers.counted_task import flop_counter
-from tests.helpers.small_trainers import classifier, dpo, kto, reward, seq2seq, sft
+from tests.helpers.small_trainers import classifier, dpo, kto, plain, reward, seq2seq, sft
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[hf]'")
@@ -105,6 +105,18 @@ def test_the_result_is_the_librarys_own_model_with_the_trained_weights(tmp_path:
     assert torch.equal(saved.eval()(tokens).logits, plain(tokens).logits)
     assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
     assert federation.replay(tmp_path / "run", raafl.from_trainer(sft(tmp_path, learning_rate=0.1)))["equal"]
+
+
+def test_a_plain_module_is_saved_as_its_trainer_saves_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    alone, (_, result) = plain(tmp_path / "alone"), simulate(plain(tmp_path), tmp_path)
+    alone.train()
+    alone.save_model()
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "run/model"))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert (result.summary["model"], result.summary["warnings"]) == ("model", [])
+    assert 'load_file("FOLDER/model.safetensors")' in (tmp_path / "run" / "model" / "README.md").read_text()
 
 
 @pytest.mark.slow("imports TRL, proves the axes of two models")

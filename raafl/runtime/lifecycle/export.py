@@ -69,8 +69,11 @@ def save_final(
     module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
     is_pretrained = callable(getattr(module, "save_pretrained", None))
 
-    def card(architecture: str | None = None) -> str:
-        return model_card(summary, experiment.name, type(module).__name__, architecture, is_pretrained=is_pretrained)
+    def card(folder: Path) -> str:
+        is_loaded = is_pretrained and not _is_state_dict(folder)
+        return model_card(
+            summary, experiment.name, type(module).__name__, _architecture(folder), is_pretrained=is_loaded
+        )
 
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if (experiment.safetensors or experiment.push_to_hub is not None) and not is_pretrained:
@@ -88,7 +91,7 @@ def _save_model(
     state: GlobalState,
     data: FederatedData,
     progress: Notices,
-    card: Callable[[str | None], str],
+    card: Callable[[Path], str],
 ) -> str | None:
     """Save the final model in the run folder, and return its path there; after an error warn, and return None."""
     found = None
@@ -127,12 +130,12 @@ def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: 
     return str(path)
 
 
-def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: Callable[[str | None], str]) -> Path:
+def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: Callable[[Path], str]) -> Path:
     with _whole(target) as folder:
         module.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
-        (folder / CARD).write_text(card(_architecture(folder)), encoding="utf-8")
+        (folder / CARD).write_text(card(folder), encoding="utf-8")
     return target
 
 
@@ -148,8 +151,14 @@ def _architecture(folder: Path) -> str | None:
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
+def _is_state_dict(folder: Path) -> bool:
+    """Check whether a saved model is only a file of tensors, which no library's config says how to load."""
+    configs = ("config.json", "adapter_config.json")
+    return (folder / SAFETENSORS).exists() and not any((folder / name).exists() for name in configs)
+
+
 def _save_safetensors(
-    run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices, card: Callable[[], str]
+    run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices, card: Callable[[Path], str]
 ) -> str | None:
     """Save a plain module's state dict and model card in `RUN/model`, and return the path; None if that fails."""
     try:
@@ -165,7 +174,7 @@ def _save_safetensors(
             )
         with _whole(run_folder / FOLDER) as folder:
             save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
-            (folder / CARD).write_text(card(), encoding="utf-8")
+            (folder / CARD).write_text(card(folder), encoding="utf-8")
     except Exception as error:  # libraries may wrap disk errors in other exceptions
         progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")
         return None

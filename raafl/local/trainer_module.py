@@ -279,8 +279,11 @@ class TrainerData(LightningDataModule):
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer or processor of the Trainer, saved with the model."""
-        return self.trainer_of().processing_class
+        """Tokenizer or processor of the Trainer, or else its collator's tokenizer; saved with the model, as a Trainer does."""
+        trainer = self.trainer_of()
+        if trainer.processing_class is not None:
+            return trainer.processing_class
+        return getattr(trainer.data_collator, "tokenizer", None)
 
     def train_dataloader(self) -> object:
         """Return the Trainer's training loader, whose data set knows the columns that the Trainer has removed."""

@@ -167,6 +167,13 @@ def test_a_seq2seq_trainer_generates_at_evaluations(changes: dict[str, Any], tmp
     assert not hasattr(given, "_gen_kwargs")
 
 
+def test_a_collators_tokenizer_is_saved_where_the_trainer_has_none(tmp_path: Path) -> None:
+    trainer = classifier(tmp_path)
+    trainer.processing_class = None
+    simulate(trainer, tmp_path)
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+
+
 @pytest.mark.slow("imports TRL")
 @pytest.mark.parametrize("changes", ({}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}))
 def test_perplexity_is_that_of_a_plain_cross_entropy_alone(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,18 +19,19 @@ from raafl.core.options import FabricOptions
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing
 from raafl.exact_key import exact_key
 from raafl.lean_import import import_lightning
-from raafl.local.trainer_module import MeasuredTrainerModule, TrainerData, TrainerModule
+from raafl.local.trainer_module import MeasuredTrainerModule, TrainerData, TrainerModule, is_overridden
 from raafl.local.training_arguments import argument_of, check_arguments, fabric_of, stopping_of
 from raafl.rng import undisturbed
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
 
+_log = logging.getLogger(__name__)
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which a Trainer would join torchrun's process group."""
 _OWN_LOOP = (
     *("train", "_inner_training_loop", "_prepare_inputs", "training_step", "get_batch_samples", "_clip_grad_norm"),
-    *("evaluate", "evaluation_loop"),
+    *("evaluate", "evaluation_loop", "log"),
 )
 """Methods around the loss that a federated task does not call."""
 _LOSS_WRAPPERS = (
@@ -241,6 +243,9 @@ def check_trainer(trainer: Any) -> None:
             continue
         if name == "evaluate" and owner.__module__ == _GENERATES:
             continue
+        # TRL's `log` adds the metrics that a `TrainerModule` logs itself
+        if name == "log" and not is_overridden(trainer, name):
+            continue
         if name == "_prepare_inputs":
             raise BadInput(
                 f"trainer is a {kind}, which makes its batches from the model as it trains: only trainers of a fixed data set "
@@ -263,6 +268,12 @@ def check_trainer(trainer: Any) -> None:
             "optimizer_cls_and_kwargs=, TrainingArguments.optim, or override create_optimizer"
         )
     check_arguments(trainer)
+    if saving := [name for name in ("save_model", "_save") if is_overridden(trainer, name)]:
+        _log.warning(
+            "%s.%s is not called: the run's folder gets what save_pretrained of the model writes",
+            kind,
+            " and ".join(saving),
+        )
 
 
 def _check_rows(what: str, data: Any) -> None:

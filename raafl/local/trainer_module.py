@@ -345,6 +345,11 @@ def _align(model: Any, processor: Any) -> None:
         config.pad_token_id = token
 
 
+def is_overridden(trainer: Any, name: str) -> bool:
+    """Check whether a method of a Trainer is the user's own, defined neither by transformers nor by TRL."""
+    return getattr(type(trainer), name).__module__.partition(".")[0] not in ("transformers", "trl")
+
+
 def _holder(trainer: Any) -> Callable[[], Any]:
     return lambda: trainer
 

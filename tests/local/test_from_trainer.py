@@ -338,6 +338,9 @@ REFUSED = {
     ),
     "lr_scheduler_type is greedy": lambda folder: classifier(folder, lr_scheduler_type="greedy", eval_strategy="epoch"),
     "callback Own, which a federated task does not call": with_callback,
+    "Own.log is not called in a federated task: put what it does into compute_loss": lambda folder: classifier(
+        folder, base=with_own("log")
+    ),
     "Own.training_step is not called": lambda folder: classifier(folder, base=with_own("training_step")),
     "makes its batches from the model": lambda folder: classifier(folder, base=with_own("_prepare_inputs")),
     "was given optimizers=": with_optimizer,
@@ -355,6 +358,11 @@ def test_what_would_have_no_effect_is_refused(message: str, tmp_path: Path) -> N
     with pytest.raises(BadInput) as refused:
         raafl.from_trainer(REFUSED[message](tmp_path))
     assert message in str(refused.value)
+
+
+def test_a_way_of_saving_that_is_not_called_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    raafl.from_trainer(classifier(tmp_path, base=with_own("_save")))
+    assert "Own._save is not called: the run's folder gets what save_pretrained of the model writes" in caplog.text
 
 
 def test_early_stopping_is_the_runs_and_trackers_are_its_loggers(

@@ -124,7 +124,8 @@ def from_trainer(trainer: Any) -> FromTrainer:
     is_function = not isinstance(trainer, _trainer_class())
     made = _build(trainer) if is_function else trainer
     check_trainer(made)
-    module = (TrainerModule if made.compute_metrics is None else MeasuredTrainerModule)(made)
+    is_measured = made.compute_metrics is not None and not made.args.prediction_loss_only
+    module = (MeasuredTrainerModule if is_measured else TrainerModule)(made)
     return FromTrainer(module, TrainerData(made), is_function)
 
 

@@ -154,6 +154,10 @@ def test_compute_metrics_sees_the_whole_evaluation(tmp_path: Path) -> None:
     assert result.final["loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
 
 
+def test_prediction_loss_only_leaves_compute_metrics_out(tmp_path: Path) -> None:
+    assert simulate(classifier(tmp_path, prediction_loss_only=True), tmp_path)[1].final.keys() == {"loss"}
+
+
 @pytest.mark.parametrize("changes", ({}, {"generation_max_length": 3, "generation_num_beams": 2}))
 def test_a_seq2seq_trainer_generates_at_evaluations(changes: dict[str, Any], tmp_path: Path) -> None:
     alone, given = seq2seq(tmp_path, **changes), seq2seq(tmp_path, **changes)

@@ -95,7 +95,11 @@ FIELDS: Final[Mapping[str, Field]] = {
     **_all("refused", "leave it out", "use_liger_kernel", "liger_kernel_config", "torch_empty_cache_steps"),
     **_all("refused", "leave it out", "neftune_noise_alpha", "include_num_input_tokens_seen"),
     **_all("refused", "set per_device_train_batch_size", "auto_find_batch_size"),
-    **_all("refused", "evaluations use the run's precision: leave it out", "bf16_full_eval", "fp16_full_eval"),
+    **_all(
+        "refused",
+        "evaluations compute in the precision of the model's weights: leave it out",
+        *("bf16_full_eval", "fp16_full_eval"),
+    ),
     **_all(
         "refused",
         "compute_metrics gets all predictions and labels at once: leave it out",

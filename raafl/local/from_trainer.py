@@ -265,8 +265,9 @@ def check_trainer(trainer: Any) -> None:
         _check_rows(f"{name} of the {kind}", getattr(trainer, name))
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise BadInput(
-            f"the {kind} was given optimizers=, which hold the whole model's parameters, but each task makes its own: give "
-            "optimizer_cls_and_kwargs=, TrainingArguments.optim, or override create_optimizer"
+            f"the {kind} was given optimizers=, or was trained before: its optimizer holds the whole model's parameters, but each "
+            "task makes its own: give optimizer_cls_and_kwargs=, TrainingArguments.optim, or override create_optimizer; of a "
+            "trained model make a new Trainer"
         )
     check_arguments(trainer)
     if saving := [name for name in ("save_model", "_save") if is_overridden(trainer, name)]:

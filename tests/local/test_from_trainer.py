@@ -359,7 +359,7 @@ REFUSED = {
     ),
     "Own.training_step is not called": lambda folder: classifier(folder, base=with_own("training_step")),
     "makes its batches from the model": lambda folder: classifier(folder, base=with_own("_prepare_inputs")),
-    "was given optimizers=": with_optimizer,
+    "was given optimizers=, or was trained before": with_optimizer,
     "has no train_dataset": without_data,
     "train_dataset of the Trainer is a stream (Stream) without": with_data("train_dataset", Stream()),
     "eval_dataset of the Trainer is a stream (list_iterator) without": with_data("eval_dataset", iter([])),

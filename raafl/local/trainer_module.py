@@ -296,9 +296,10 @@ class TrainerData(LightningDataModule):
         return loader
 
     def test_dataloader(self) -> object:
-        """Return the Trainer's evaluation loader; an empty list if it has no ``eval_dataset``."""
+        """Return the Trainer's evaluation loader; an empty list if it has neither an ``eval_dataset`` nor a method of its own."""
         trainer = self.trainer_of()
-        return [] if trainer.eval_dataset is None else self._loader(trainer.get_eval_dataloader)
+        has_none = trainer.eval_dataset is None and not is_overridden(trainer, "get_eval_dataloader")
+        return [] if has_none else self._loader(trainer.get_eval_dataloader)
 
     def _loader(self, make: Callable[[], Any]) -> object:
         """Call a Trainer's method that makes a data loader, without accelerate, which would shard the data by process."""

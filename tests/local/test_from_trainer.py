@@ -381,6 +381,12 @@ def test_a_way_of_saving_that_is_not_called_is_said(tmp_path: Path, caplog: pyte
     assert "Own._save is not called: the run's folder gets what save_pretrained of the model writes" in caplog.text
 
 
+def test_an_evaluation_loader_of_ones_own_needs_no_data_set(tmp_path: Path) -> None:
+    trainer = classifier(tmp_path, base=with_own("get_eval_dataloader"))
+    trainer.eval_dataset = None
+    assert raafl.from_trainer(trainer).data.test_dataloader() is None
+
+
 def test_early_stopping_is_the_runs_and_trackers_are_its_loggers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,7 +131,10 @@ class TrainerModule(LightningModule):
         if "perplexity" not in self._modules:  # created here, since copies that only train need no metric
             self.perplexity = TokenPerplexity().to(loss.device)
         shifted = labels if getattr(config, "is_encoder_decoder", False) else labels[:, 1:]
-        self.perplexity.update(loss.detach(), (shifted != _NO_LABEL).sum())
+        num_tokens = (shifted != _NO_LABEL).sum()
+        # a Trainer divides the sum of the losses by its own count, which has the first label, too, for some models (GPT-2)
+        num_items = self.trainer_of()._get_num_items_in_batch([batch], loss.device)
+        self.perplexity.update(loss.detach() * (num_tokens if num_items is None else num_items), num_tokens)
         self.log("perplexity", self.perplexity)
 
     def _predict(self, batch: Any, *, loss_only: bool) -> tuple[Any, Any, Any]:
@@ -249,7 +252,7 @@ class MeasuredTrainerModule(TrainerModule):
 
 
 class TokenPerplexity(Metric):
-    """Exponential of the mean loss in nats, where the loss of a batch counts as often as the batch has labelled tokens."""
+    """Exponential of the mean loss in nats of all labelled tokens of an evaluation."""
 
     nats: Tensor
     tokens: Tensor
@@ -259,9 +262,9 @@ class TokenPerplexity(Metric):
         for name in ("nats", "tokens"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, loss: Tensor, num_tokens: Tensor) -> None:
-        """Add the mean loss of a batch, and its number of tokens, both of shape ()."""
-        self.nats += loss.double() * num_tokens
+    def update(self, nats: Tensor, num_tokens: Tensor) -> None:
+        """Add the sum of the losses of a batch's tokens, and their number, both of shape ()."""
+        self.nats += nats.double()
         self.tokens += num_tokens
 
     def compute(self) -> Tensor:

@@ -1,0 +1,51 @@
+"""Steps and measurements of a Trainer's module."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raafl
+from tests.helpers.small_trainers import arguments, text, tokenizer
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[hf]'")
+
+
+def simulate(trainer: Any, folder: Path, clients: int = 1, max_updates: int = 1) -> Any:
+    federation = raafl.Federation(
+        "fed_avg", clients=clients, max_updates=max_updates, output=folder / "run", progress="quiet"
+    )
+    return federation, federation.simulate(raafl.from_trainer(trainer))
+
+
+def gpt2(folder: Path) -> Any:
+    from datasets import Dataset
+    from transformers import DataCollatorForLanguageModeling, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=19, n_embd=16, n_layer=1, n_head=4, n_positions=64, pad_token_id=0))
+    draws, words = random.Random(0), tokenizer()
+    rows = Dataset.from_list([words(text(draws, draws.randint(3, 9))) for _ in range(8)])
+    given = {"train_dataset": rows, "eval_dataset": rows, "processing_class": words}
+    collate = DataCollatorForLanguageModeling(words, mlm=False)
+    return Trainer(model, TrainingArguments(**arguments(folder)), data_collator=collate, **given)
+
+
+def test_perplexity_is_that_of_the_tokens_however_the_trainer_counts_them(tmp_path: Path) -> None:
+    """A Trainer divides the loss of GPT-2 by the number of labels with the first ones, of which none is predicted."""
+    trainer = gpt2(tmp_path)
+    model = simulate(trainer, tmp_path)[1]
+    nats, tokens = 0.0, 0
+    for batch in trainer.get_eval_dataloader():
+        labels = batch.pop("labels")[:, 1:]
+        with torch.no_grad():
+            logits = model.module(**batch).logits[:, :-1]
+        nats += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        tokens += int((labels != -100).sum())
+    assert model.final["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)

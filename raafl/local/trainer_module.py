@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from raafl.errors import briefly
+from raafl.errors import BadInput, briefly
 from raafl.lean_import import import_lightning
 from raafl.local.missing_steps import given_class, with_methods
 from raafl.local.training_arguments import ACCUMULATED, stopping_of
@@ -149,6 +149,14 @@ class TrainerModule(LightningModule):
         with self._bound() as trainer:
             trainer.create_optimizer_and_scheduler(num_training_steps=num_steps)
             optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+        own = set(map(id, self.model.parameters()))
+        others = sum(id(value) not in own for group in optimizer.param_groups for value in group["params"])
+        if others:
+            raise BadInput(
+                f"{type(trainer).__name__}.create_optimizer gives an optimizer with {others} parameters that are not in "
+                "self.model, so that they would carry over from client to client: add them to the model, as "
+                "torch.nn.Parameter of one of its modules"
+            )
         if scheduler is None:
             return optimizer
         if num_steps == 1 and not any(group["lr"] for group in optimizer.param_groups):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import raafl
-from tests.helpers.small_trainers import arguments, text, tokenizer
+from raafl.errors import BadInput
+from tests.helpers.small_trainers import arguments, plain, text, tokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[hf]'")
@@ -49,3 +50,19 @@ def test_perplexity_is_that_of_the_tokens_however_the_trainer_counts_them(tmp_pa
         nats += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
         tokens += int((labels != -100).sum())
     assert model.final["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+
+
+def test_parameters_beside_the_model_are_refused(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Weighted(Trainer):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD([*self.model.parameters(), self.weight], lr=0.1)
+            return self.optimizer
+
+    with pytest.raises(BadInput, match=r"^Weighted\.create_optimizer gives an optimizer with 1 parameters that"):
+        simulate(plain(tmp_path, base=Weighted), tmp_path)

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 _NO_LABEL = -100
 _SET = ("model", "model_wrapped", "state", "log", "_prepare_inputs", "optimizer", "lr_scheduler", "_gen_kwargs")
 """Attributes of the Trainer that are restored after a step."""
+_CACHES = ("_signature_columns", "_created_lr_scheduler", "current_gradient_accumulation_steps", "_total_train_tokens")
+"""Attributes that transformers and TRL set, on which no step depends."""
 _LOCK = threading.RLock()
 
 
@@ -53,6 +55,8 @@ class TrainerModule(LightningModule):
         self.model = trainer.model
         # a closure, since copies of the module would copy an attribute
         self.trainer_of = _holder(trainer)
+        # what steps of this copy have set on the Trainer; as attributes of a module they start again in each task
+        self.trainer_attributes = types.SimpleNamespace()
 
     @property
     def loss_in_forward(self) -> bool:
@@ -201,7 +205,8 @@ class TrainerModule(LightningModule):
             device = next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":
                 reference.to(device)
-            yield trainer
+            with _lent(trainer, vars(self.trainer_attributes)):
+                yield trainer
 
     def _log_numbers(self, values: Mapping[str, Any]) -> None:
         """Log each value that is one number; warn of others, which a table of metrics cannot hold."""
@@ -255,7 +260,8 @@ class MeasuredTrainerModule(TrainerModule):
                 joined = None if joined is None else pt.nested_concat(joined, more, padding_index=-100)
             columns.append(None if joined is None else pt.nested_numpify(joined))
         self._found.clear()
-        metrics = self.trainer_of().compute_metrics(EvalPrediction(predictions=columns[0], label_ids=columns[1]))
+        with self._bound() as trainer:  # which has what `prediction_step` has set
+            metrics = trainer.compute_metrics(EvalPrediction(predictions=columns[0], label_ids=columns[1]))
         self._log_numbers(metrics)
 
 
@@ -348,6 +354,25 @@ def _restored(owner: Any, *names: str) -> Iterator[None]:
         for name in names:
             vars(owner).pop(name, None)
         vars(owner).update(before)
+
+
+@contextmanager
+def _lent(trainer: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a Trainer in the ``with`` block; afterwards move those that the block has set to ``values``."""
+    attributes = vars(trainer)
+    before = dict(attributes)
+    attributes.update(values)
+    given = dict(attributes)
+    try:
+        yield
+    finally:
+        for name in [name for name in attributes if name not in (*_SET, *_CACHES)]:
+            if name not in given or attributes[name] is not given[name]:
+                values[name] = attributes[name]
+        for name in values:
+            attributes.pop(name, None)
+            if name in before:
+                attributes[name] = before[name]
 
 
 def _align(model: Any, processor: Any) -> None:

@@ -66,3 +66,33 @@ def test_parameters_beside_the_model_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BadInput, match=r"^Weighted\.create_optimizer gives an optimizer with 1 parameters that"):
         simulate(plain(tmp_path, base=Weighted), tmp_path)
+
+
+def counting(folder: Path) -> Any:
+    from transformers import Trainer
+
+    class Counting(Trainer):
+        num_losses = 0
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+            if model.training:
+                self.num_losses += 1
+                loss = loss * self.num_losses
+            return (loss, outputs) if return_outputs else loss
+
+    return plain(folder, base=Counting, warmup_steps=0)
+
+
+def test_what_a_loss_keeps_in_the_trainer_starts_again_in_each_task(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = counting(tmp_path)
+    alone.train()
+    given = counting(tmp_path)
+    found = dict(simulate(given, tmp_path)[1].module.named_parameters())
+    assert all(torch.equal(value, found[name]) for name, value in alone.model.named_parameters())
+    assert "attributes that start again in each task: trainer_attributes.num_losses" in caplog.text
+    assert "num_losses" not in vars(given)
+    federation, _ = simulate(given, tmp_path / "two", clients=2, max_updates=4)
+    assert federation.replay(tmp_path / "two" / "run", raafl.from_trainer(counting(tmp_path)))["equal"]

@@ -253,7 +253,10 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             # a class in the config imported the other Lightning package, so parse again with a parser for both packages
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
         made_fields = {field.name: made[field.name] for field in fields(Experiment)}
-        if str(getattr(namespace.model, "class_path", "")).startswith(OF_TRAINER):
+        if is_of_trainer := [name for name in ("model", "data") if _is_of_trainer(getattr(namespace, name, None))]:
+            if len(is_of_trainer) == 1:
+                other = "data" if is_of_trainer == ["model"] else "model"
+                raise BadInput(f"trainer and {other} are both given: leave {other} out, the Trainer has its own")
             import yaml
 
             from raafl.local.from_trainer import said_by_trainer
@@ -263,6 +266,11 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             made_fields |= said
             text = dump_yaml(tree | {**said, "fabric": asdict(said["fabric"])})
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def _is_of_trainer(section: Any) -> bool:
+    """Check whether a config's section stands for what a Trainer has."""
+    return str(getattr(section, "class_path", "")).startswith(OF_TRAINER)
 
 
 @contextmanager

@@ -359,6 +359,13 @@ def test_options_of_a_trainer_are_those_of_the_model_and_the_data_that_come_from
             expand_trainer(argv)
 
 
+def test_options_of_a_model_or_of_data_beside_a_trainer_are_refused(tmp_path):
+    (tmp_path / "c.yaml").write_text("{trainer: math.pi, algorithm: fed_avg, clients: 2, max_updates: 1}")
+    for name, path in (("data", "raafl.data.Digits"), ("model", "model_zoo.MLP")):
+        with pytest.raises(BadInput, match=f"^trainer and {name} are both given: leave {name} out"):
+            load_experiment(tmp_path / "c.yaml", f"--{name}", path)
+
+
 def test_files_come_first_in_their_own_order(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     for path in (first, second):

@@ -12,7 +12,7 @@ import torch
 
 import raafl
 from raafl.errors import BadInput
-from tests.helpers.small_trainers import arguments, plain, text, tokenizer
+from tests.helpers.small_trainers import arguments, classifier, plain, text, tokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[hf]'")
@@ -50,6 +50,15 @@ def test_perplexity_is_that_of_the_tokens_however_the_trainer_counts_them(tmp_pa
         nats += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
         tokens += int((labels != -100).sum())
     assert model.final["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+
+
+def test_an_evaluation_of_a_bf16_trainer_is_in_the_precision_of_the_weights(tmp_path: Path) -> None:
+    _, result = simulate(classifier(tmp_path, bf16=True), tmp_path)
+    batch = next(iter(classifier(tmp_path).get_eval_dataloader()))
+    with torch.no_grad():
+        assert result.final["loss"] == pytest.approx(float(result.module.float()(**batch).loss), abs=1e-7)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert result.final["loss"] != pytest.approx(float(result.module(**batch).loss), abs=1e-7)
 
 
 def test_parameters_beside_the_model_are_refused(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a path may have bytes that the terminal's encoding lacks: a run that is done must not fail when it is named
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # of an output that was put in the place of another
+            sys.stdout.reconfigure(errors="backslashreplace")
     asked = values(argv, "--log")
     given = asked[-1] if asked else os.environ.get(LOG_VARIABLE, "text")
     kind = "json" if given == "json" else "text"

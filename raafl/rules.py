@@ -9,18 +9,15 @@ from typing import Any, Final
 CURRENT: Final = 6
 """Revision of a new run."""
 
-_BEFORE_NUMBERS: Final = 1
-"""Revision of a run folder whose config has no field `rules`."""
 
-
+@dataclass(frozen=True)
 class _Since:
     """Rule that a run follows from a revision on."""
 
-    def __init__(self, revision: int) -> None:
-        self._revision = revision
+    revision: int
 
     def __get__(self, rules: Rules, owner: type[Rules]) -> bool:
-        return rules.revision >= self._revision
+        return rules.revision >= self.revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +91,4 @@ class Rules:
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""
-    return config.get("rules", _BEFORE_NUMBERS)
+    return config.get("rules", 1)

@@ -277,7 +277,7 @@ def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
         fetch = _gather_from(base)
     else:
         return _one_by_one(dataset, collate), False
-    return fetch if rows is None else _through(rows, fetch), True
+    return fetch if rows is None else lambda wanted: fetch(rows.index_select(0, wanted)), True
 
 
 def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
@@ -287,10 +287,6 @@ def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
 
 def _gather_from(dataset: GatherDataset) -> Fetch:
     return lambda rows: list(dataset.gather(rows))
-
-
-def _through(rows: torch.Tensor, fetch: Fetch) -> Fetch:
-    return lambda wanted: fetch(rows.index_select(0, wanted))
 
 
 def _one_by_one(dataset: Any, collate: Collate) -> Fetch:

@@ -279,9 +279,8 @@ def _not_distributed() -> bool:
 
 
 def _computed(name: str, metric: Any) -> float:
-    if hasattr(
-        metric, "distributed_available_fn"
-    ):  # each process measures its own batches alone, even if process groups exist
+    # each process measures its own batches alone, even if process groups exist
+    if hasattr(metric, "distributed_available_fn"):
         # `sync_on_compute` takes effect only at the metric's next `forward`
         metric.distributed_available_fn = _not_distributed
     return _number(name, metric.compute())

@@ -273,18 +273,14 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             if not self._was_there:
                 self.path.rmdir()
-        self._unlock()
+        if self._lock is not None:
+            self._lock.close()
 
     @property
     def unwritten(self) -> dict[str, int]:
         """Number of rows that could not be written, by file name; files that lack no rows are left out."""
         files: tuple[AppendFile[Any], ...] = (self._events, self._metrics, self._clients)
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
-
-    @property
-    def lacks_seal(self) -> bool:
-        """Whether the last seal could not be written."""
-        return self._seals is not None and self._seals.failing
 
     @property
     def num_clients_dropped(self) -> int:
@@ -378,18 +374,17 @@ class RunFolder:
 
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
-    ) -> None:
-        """Write a seal: an entry, signed if there is a signer, with hashes of the run's files; one call at a time."""
+    ) -> bool:
+        """Write a seal (signed if there is a signer) with hashes of the run's files; return whether the disk took it."""
         if self._seals is None:
             from raafl.runfolder.seals import RunSeals
 
             self._seals = RunSeals(self.path, self.signer, self._warn, self._remake)
-        if not self._seals.seal(sealed, version, names, final=final, altered=altered):
-            return
-        # give up rows that wait for disk space: written after the final seal, they would look like a forgery
-        if final:
+        if self._seals.seal(sealed, version, names, final=final, altered=altered) and final:
+            # give up rows that wait for disk space: written after the final seal, they would look like a forgery
             for file in (self._events, self._metrics, self._clients):
                 file.abandon()
+        return not self._seals.failing
 
     def close(self) -> None:
         """Try once more to write the rows that could not be written so far, and close the files; a second call does nothing."""
@@ -397,9 +392,6 @@ class RunFolder:
             file.close()
         if self._seals is not None:
             self._seals.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
 

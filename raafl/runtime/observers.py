@@ -32,10 +32,6 @@ class Entry:
         return made
 
 
-def _exports_spans(experiment: Experiment) -> bool:
-    return "opentelemetry.sdk.trace" in sys.modules or bool(os.environ.get("OTEL_TRACES_EXPORTER"))
-
-
 BEFORE_CALLER: Final = (
     Entry(
         "raafl.runtime.lifecycle.best_checkpoint:BestCheckpoint",
@@ -52,11 +48,12 @@ AFTER_CALLER: Final = (
     Entry("raafl.runtime.lifecycle.samples:SampleRecorder", lambda experiment: bool(experiment.samples)),
     Entry("raafl.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),
     Entry("raafl.monitoring.monitor:Monitor", lambda experiment: experiment.monitor is not None),
-    Entry("raafl.monitoring.spans:exported", _exports_spans),
     Entry(
-        "raafl.runtime.lifecycle.hub:HubUpload",
-        lambda experiment: experiment.push_to_hub is not None,
-        {"hub": None},
+        "raafl.monitoring.spans:exported",
+        lambda experiment: "opentelemetry.sdk.trace" in sys.modules or bool(os.environ.get("OTEL_TRACES_EXPORTER")),
+    ),
+    Entry(
+        "raafl.runtime.lifecycle.hub:HubUpload", lambda experiment: experiment.push_to_hub is not None, {"hub": None}
     ),
     Entry(
         "raafl.runtime.lifecycle.mirror:StoreCopy",

@@ -65,6 +65,8 @@ class Run:
         `saved`: checkpoint of the run to continue; None = a new run. `num_queued`: returns how many events wait for the
         run's loop.
         """
+        from raafl.runfolder.seals import Signer
+
         experiment = parts.experiment
         self.parts, self.runtime, self.config_yaml = parts, runtime, config_yaml
         self.num_queued, self.resumed = num_queued, saved is not None
@@ -73,7 +75,7 @@ class Run:
         self.evaluator = evaluator_of(parts, self.norms)
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = display_of(experiment)
-        self.signer = signer or _own_signer()
+        self.signer = signer or Signer.own()
         self.folder = self._new_folder() if saved is None else saved.folder
         self.observer = observer or RunHooks()
         self.observers = observers_of(self, self.observer)
@@ -302,12 +304,6 @@ class Run:
             ending.callback(self.writer.close)
             ending.callback(self.saver.close)  # before the writer, since it seals the files that it writes
             ending.callback(self.progress.stop)
-
-
-def _own_signer() -> Signer | None:
-    from raafl.runfolder.seals import Signer
-
-    return Signer.own()
 
 
 def evaluator_of(parts: ServerSetup, norms: AsItIs, batches: Callable[..., Iterable[Sized]] | None = None) -> Evaluator:

@@ -456,14 +456,11 @@ def make_executor(
         options = options.on(Place.here(None).gpu)
     trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)
 
-    def data_of(client: int) -> ClientData:
-        return own[client] if client in own else parts.data.client(client)
-
     if parts.experiment.engine.name == "ray":
         from raafl.runtime.executors.ray_engine import RayExecutor
 
         return RayExecutor(parts.experiment, trainer, build_worker)
-    inner = within_process(parts.experiment, trainer, data_of)
+    inner = within_process(parts.experiment, trainer, lambda one: own[one] if one in own else parts.data.client(one))
     if workers > 1:
         from raafl.local.evaluate import Evaluator
         from raafl.runtime.executors.pool import Pool

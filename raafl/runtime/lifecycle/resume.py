@@ -450,8 +450,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
             # seal first, and only rows that stay: else a process killed after it added a row would leave a finished run
             # with an extra row, and one killed after it cut a table would leave one with too few
             sealed = replace(folder.sealed(), tables=tables)
-            folder.seal(sealed, coordinator.state.version, [CONFIG], altered=altered)
-            if folder.lacks_seal:
+            if not folder.seal(sealed, coordinator.state.version, [CONFIG], altered=altered):
                 raise OSError(f"{SEALS} takes no row")
             if mended.num_missing:
                 folder.gap(mended.num_missing)

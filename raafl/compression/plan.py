@@ -133,11 +133,14 @@ class CompressionPlan:
         `extra`: further settings of the task (`Work.extra`); None = unknown.
         """
         down, up, held = self._more(self.submodels.normal(spec).leading)
+        sent, trained = (self.submodels.layout(spec, way).num_bytes for way in WAYS)
         if self.payload.is_resident:
-            whole = self.submodels.layout(spec, "sent").num_bytes, self.submodels.layout(spec, "trained").num_bytes
-            down, up = (self.layout(spec, way, extra).num_bytes - w for way, w in zip(WAYS, whole, strict=True))
-        down = round(down * self.charged_share(cost.down_bytes, self.submodels.layout(spec, "sent").num_bytes))
-        up = round(up * self.charged_share(cost.up_bytes, self.submodels.layout(spec, "trained").num_bytes))
+            down, up = (
+                self.layout(spec, way, extra).num_bytes - plain
+                for way, plain in zip(WAYS, (sent, trained), strict=True)
+            )
+        down = round(down * self.charged_share(cost.down_bytes, sent))
+        up = round(up * self.charged_share(cost.up_bytes, trained))
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
         )

@@ -50,6 +50,11 @@ def with_class_path(config: Any) -> Any:
     return {**config, "algorithm": {**given, "class_path": path} if isinstance(given, dict) else path}
 
 
+def beside_trainer(name: str) -> BadInput:
+    """Return the error for a field ``name``, model or data, that is given beside a trainer."""
+    return BadInput(f"trainer and {name} are both given: leave {name} out, the Trainer has its own")
+
+
 def _of_trainer(config: dict[Any, Any]) -> dict[Any, Any]:
     """Replace a config's ``trainer``, the path of a function or a class_path, by ``model`` and ``data`` made from it."""
     given = config["trainer"]
@@ -61,7 +66,7 @@ def _of_trainer(config: dict[Any, Any]) -> dict[Any, Any]:
             "my_script.make_trainer"
         )
     if also := [name for name in ("model", "data") if name in config]:
-        raise BadInput(f"trainer and {also[0]} are both given: leave {also[0]} out, the Trainer has its own")
+        raise beside_trainer(also[0])
     arguments = {"trainer": path, "arguments": spec.get("init_args")}
     made = {name: {"class_path": OF_TRAINER + name.title(), "init_args": dict(arguments)} for name in ("model", "data")}
     return {**{name: value for name, value in config.items() if name != "trainer"}, **made}

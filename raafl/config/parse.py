@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from raafl.config.argv import expand_algorithm, expand_trainer, name_of, names_section, values
-from raafl.config.check import MADE, OF_TRAINER, with_class_path
+from raafl.config.check import MADE, OF_TRAINER, beside_trainer, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.options import Group
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
@@ -253,10 +253,10 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             # a class in the config imported the other Lightning package, so parse again with a parser for both packages
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
         made_fields = {field.name: made[field.name] for field in fields(Experiment)}
-        if is_of_trainer := [name for name in ("model", "data") if _is_of_trainer(getattr(namespace, name, None))]:
-            if len(is_of_trainer) == 1:
-                other = "data" if is_of_trainer == ["model"] else "model"
-                raise BadInput(f"trainer and {other} are both given: leave {other} out, the Trainer has its own")
+        others = [name for name in ("model", "data") if not _is_of_trainer(getattr(namespace, name, None))]
+        if len(others) == 1:
+            raise beside_trainer(others[0])
+        if not others:
             import yaml
 
             from raafl.local.from_trainer import said_by_trainer

@@ -354,8 +354,7 @@ def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: st
         try:
             checked.arguments({key: value}, kind, name, kind.__name__)
         except Wrong as wrong:
-            line = yaml_line(file, wrong.field.removeprefix(f"{name}.")) or yaml_line(file, str(key))
-            problems.append(f"{wrong}{'' if line is None else f' ({relative(file)}, line {line})'}")
+            problems.append(f"{wrong}{_place(file, wrong.field.removeprefix(f'{name}.'), str(key))}")
     problems += _missing(tree, kind, name, file)
     if problems:
         raise BadInput("\n".join(problems))
@@ -370,11 +369,15 @@ def _missing(tree: Mapping[str, Any], kind: Any, name: str, file: str) -> Iterat
         if nested is None or not isinstance(given, dict):
             continue
         required = [one.name for one in fields(nested) if one.default is MISSING and one.default_factory is MISSING]
-        line = yaml_line(file, section)
-        where = "" if line is None else f" ({relative(file)}, line {line})"
         # jsonargparse would report it with the classes that it tried
         for lacking in (one for one in required if one not in given):
-            yield f"{name}.{section}.{lacking} is missing: give it, or leave {section} out{where}"
+            yield f"{name}.{section}.{lacking} is missing: give it, or leave {section} out{_place(file, section)}"
+
+
+def _place(file: str, *keys: str) -> str:
+    """Return " (FILE, line N)" for the first of the keys that the file has; "" if it has none."""
+    line = next(filter(None, (yaml_line(file, key) for key in keys)), None)
+    return "" if line is None else f" ({relative(file)}, line {line})"
 
 
 # Store how many bytes and how much of its privacy budget a site has used, in a folder that later processes read.

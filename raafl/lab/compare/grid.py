@@ -91,6 +91,9 @@ class GridSearch:
     fleet: str  # name of the fleet on which trials run; their best settings are then used on all fleets
     seeds: tuple[int, ...]  # seeds of the trials; they must not be seeds of the grid
     options: Options = ()  # further options of the trials
+    # whether trials are compared by the time to the task's first target, by which methods are ranked; those that miss
+    # it, and all trials if False, by the metric at their end
+    by_target: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Grid:
         for name, value in (("tasks", self.tasks), ("fleets", self.fleets), ("methods", self.methods)):
             if not value:
                 raise BadInput(f"{name} is empty: give at least one file")
+        if self.search.by_target and (without := [name for name, one in self.tasks.items() if not one.targets]):
+            raise BadInput(f"search.by_target is true, and task '{without[0]}' has no targets: give one")
         at_least("replays", self.replays, 1)
         at_least("evaluations", self.evaluations, 1, optional=True)
         if self.search.fleet not in self.fleets:
@@ -157,6 +162,7 @@ class Grid:
                 task.search,
                 self.search.seeds,
                 options=self.search.options,
+                target=task.targets[0] if self.search.by_target else None,
                 rows={
                     label: method.search[task.name]
                     for label, method in self.methods.items()
@@ -240,6 +246,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
                 search["fleet"],
                 seeds_of("search.seeds", search["seeds"]),
                 words("search.options", search.get("options")),
+                search.get("by_target", False),
             ),
         }
     )

@@ -8,7 +8,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,9 @@ _NO_BUDGET = (
 )
 
 
+NO_RANK = (math.inf, math.inf)  # of a trial with a run that failed
+
+
 @dataclass
 class Trial:
     """One trial of a search: settings, its runs and their scores."""
@@ -36,12 +39,21 @@ class Trial:
     # metric at the end of each run, or seconds to the target, by seed; a failed run has none
     scores: dict[int, float] = field(default_factory=dict)
     fraction: float = 0.0  # share of a full run's budget that was used; below 1 if the trial was stopped early
+    finals: dict[int, float] = field(default_factory=dict)  # metric at the end of each run, where scores are seconds
 
-    def rank(self, maximize: bool) -> float:
-        """Return a sort key: the best trial comes first, and trials with a failed run come last."""
-        if len(self.scores) < len(self.runs) or not all(map(math.isfinite, self.scores.values())):
+    def rank(self, comparison: Comparison, search: Search) -> tuple[float, float]:
+        """Return a sort key: the best trial comes first, and trials with a failed run come last.
+
+        Of trials with a run that missed the search's target, the better by the metric at their end comes first.
+        """
+        if search.target is None:
+            return self._mean(self.scores, comparison.maximize), math.inf
+        return self._mean(self.scores, False), self._mean(self.finals, comparison.maximize)
+
+    def _mean(self, values: Mapping[int, float], maximize: bool) -> float:
+        if len(values) < len(self.runs) or not all(map(math.isfinite, values.values())):
             return math.inf
-        return -statistics.fmean(self.scores.values()) if maximize else statistics.fmean(self.scores.values())
+        return -statistics.fmean(values.values()) if maximize else statistics.fmean(values.values())
 
 
 def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
@@ -105,10 +117,12 @@ def run_trials(
             for trial in some:
                 trial.fraction = fraction
                 trial.scores = scores_of(trial, outcomes, comparison, search)
+                if search.target is not None:
+                    trial.finals = scores_of(trial, outcomes, comparison, replace(search, target=None))
         for label, some in going.items():
             # a stable sort: of equal trials the first in the search's order wins
-            some.sort(key=lambda trial: trial.rank(_maximizes(comparison, search)))
-            if math.isinf(some[0].rank(_maximizes(comparison, search))):
+            some.sort(key=lambda trial: trial.rank(comparison, search))
+            if some[0].rank(comparison, search) == NO_RANK:
                 errors = [outcomes[run.part(fraction)].error for run in some[0].runs]
                 raise RunFailed(
                     f"all trials of row '{label}' failed, the first with: {next(filter(None, errors), 'no value')}: "
@@ -186,7 +200,6 @@ def _run_studies(
     comparison: Comparison, search: Search, runner: Runner, folder: Path, jobs: int
 ) -> tuple[dict[str, list[Trial]], dict[str, Trial]]:
     storage = _storage(search, folder)
-    maximize = _maximizes(comparison, search)
     trials, best = {}, {}
     for label in comparison.rows:
         study = _study(storage, comparison, search, label, folder)
@@ -201,8 +214,8 @@ def _run_studies(
             for one in _ended(study, search)
         ]
         # of equal trials the first wins
-        best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(maximize)))
-        if math.isinf(best[label].rank(maximize)):
+        best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(comparison, search)))
+        if best[label].rank(comparison, search)[0] == math.inf:
             what = "failed" if search.target is None else f"failed or did not reach {search.target:g}"
             raise RunFailed(f"all trials of row '{label}' {what}: search other settings")
     return trials, best
@@ -357,7 +370,7 @@ def _run(study: Any, asked: Sequence[Any], comparison: Comparison, search: Searc
             made.scores = scores_of(made, outcomes, comparison, search)
             # a run that misses the target is a bad result, from which the sampler learns, not a failure
             missed = search.target is not None and len(made.scores) == len(some) and math.inf in made.scores.values()
-            failed = not missed and math.isinf(made.rank(_maximizes(comparison, search)))
+            failed = not missed and made.rank(comparison, search) == NO_RANK
             score = None if failed else statistics.fmean(made.scores.values())
             pruned = False
             if score is not None and fraction < 1:

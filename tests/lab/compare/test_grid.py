@@ -82,6 +82,13 @@ def test_devices_of_a_task_count_before_those_of_all(tmp_path):
     assert options[options.index("--devices") + 1] == "fleet:gpus"
 
 
+def test_trials_are_compared_by_the_first_target_where_the_grid_says_so(tmp_path):
+    plain = read_grid(written(tmp_path)).comparison(("digits", "alike"))
+    by_target = {"grid": FILES["grid"] | {"search": FILES["grid"]["search"] | {"by_target": True}}}
+    timed = read_grid(written(tmp_path, **by_target)).comparison(("digits", "alike"))
+    assert (plain.search.target, timed.search.target) == (None, 0.01)
+
+
 def test_energy_is_watts_times_seconds_at_work_where_all_devices_have_watts(finished):
     _, out, result = finished
     alike, jetsons = ({row["row"]: row for row in cell["rows"]} for cell in result["cells"])
@@ -266,6 +273,17 @@ def test_a_table_says_of_how_many_runs_a_mean_is_not(finished):
     [
         ({"grid": FILES["grid"] | {"fleets": ["alik"]}}, "alik.yaml' cannot be read: .*did you mean 'alike'"),
         ({"grid": FILES["grid"] | {"search": {"fleet": "mars", "seeds": [1]}}}, "search.fleet is 'mars'"),
+        (
+            {"grid": FILES["grid"] | {"search": FILES["grid"]["search"] | {"by_target": "yes"}}},
+            "search.by_target is 'yes': give true or false",
+        ),
+        (
+            {
+                "grid": FILES["grid"] | {"search": FILES["grid"]["search"] | {"by_target": True}},
+                "tasks/digits": FILES["tasks/digits"] | {"targets": []},
+            },
+            "search.by_target is true, and task 'digits' has no targets",
+        ),
         ({"grid": FILES["grid"] | {"baseline": "avvg"}}, "baseline is 'avvg', which is no method"),
         ({"grid": FILES["grid"] | {"replays": "a"}}, "replays is 'a': give a whole number"),
         ({"grid": FILES["grid"] | {"tasks": "digits"}}, "tasks is digits: give a list of files' names"),

@@ -163,7 +163,8 @@ def co_s2p(
         wait_s: length of that wait in seconds; for trigger semi; 60 to 150 in the paper.
         merge: weights of updates in a merge: importance (Eqs. 4, 5), mean (equal weights), or published (as in the
             authors' code, see `raafl.algorithms.co_s2p.merge`).
-        server_lr: factor on the merged change (eta); leave it out for merge published.
+        server_lr: factor on the merged change (eta): with trigger async some 1 / N for N clients, since with 1 each arrival
+            moves the model by the client's whole change; leave it out for merge published.
         cohort: number of clients drawn when work starts, uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: rule that chooses submodels in place of the masked blocks, such as `raafl.parts.RateSelect`; leave out

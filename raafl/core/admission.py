@@ -160,16 +160,11 @@ class Admission:
             return "wrong-layout"
         return None
 
-    def _max_samples(self, client: ClientInfo) -> int | None:
-        """Return the largest number of training samples that a client with own data may report; None = no limit."""
-        if not client.own_data or self.limits.max_weight is None:
-            return None
-        return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
-
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return the number of a client's reported samples that count; `_max_samples` limits clients with data of their own."""
-        most = self._max_samples(client)
-        return num_samples if most is None else min(num_samples, most)
+        """Return the number of a client's reported samples that count; `limits.max_weight` limits data of its own."""
+        if not client.own_data or self.limits.max_weight is None:
+            return num_samples
+        return min(num_samples, max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1))
 
     def clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
         """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
@@ -178,12 +173,12 @@ class Admission:
             self.fleet.training.trained_samples(assignment, max(client.num_samples, 1), 1, False) * client.stands_for
         )
         update.num_steps = min(update.num_steps, max(steps, 1))
-        most = self._max_samples(client)
-        if most is not None and update.num_samples > most:
+        if (counted := self.counted_samples(client, update.num_samples)) < update.num_samples:
             self.clipped[client.id] += 1
-            update.limit_samples(most)
-        counted = self.counted_samples(client, client.num_samples)
-        tested = self.fleet.own_tests.most(replace(client, num_samples=counted))
+            update.limit_samples(counted)
+        tested = self.fleet.own_tests.most(
+            replace(client, num_samples=self.counted_samples(client, client.num_samples))
+        )
         if update.metrics.get(NUM_TESTED, 0) > tested:
             update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 

@@ -85,6 +85,8 @@ class Rules:
     """Whether updates whose zeros count, as of FIARSE's elements, are refused compressors that make more of them."""
     follows_memory = _Since(6)
     """Whether PruneFL's whole rounds, and TimelyFL's fixed workload, follow the memory of a client that has changed."""
+    changes_memory_alone = _Since(6)
+    """Whether a client that ran out of memory changes only in that for selects, which else hear that it left and joined."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
 

@@ -415,8 +415,8 @@ class Timely(Select):
         """Delete the client's measured ratio, since it may have joined from another device."""
         fleet.state.memory.of(TimelyMemory).ratio.pop(client.id, None)
 
-    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Do nothing: a lost client does not influence the work of others."""
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Do nothing: what is cached depends on no client."""
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return an error message for each client whose memory is too small even to train the last layer only."""

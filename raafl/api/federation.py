@@ -464,9 +464,11 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 @contextmanager
 def _random_state_restored() -> Iterator[None]:
-    """Restore the process's random state and torch's numeric settings when the ``with`` block ends."""
+    """Restore the process's random state and torch's numeric settings when the ``with`` block ends; other threads wait."""
+    from raafl.runtime.run import ALONE
+
     cuda: Any = torch.cuda
     # CUDA must not be initialised here: forked processes could not use it any more
     gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
-    with undisturbed(gpus), numerics_left():
+    with ALONE, undisturbed(gpus), numerics_left():
         yield

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raafl.config.argv import options_of
+from raafl.config.argv import check_writable, not_written, options_of
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
 from raafl.units import quantity
@@ -61,6 +61,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     output = own.output or Path("calibrated.yaml")
     if output.suffix not in (".yaml", ".yml"):
         raise BadInput(f"output is '{output}': give a file that ends in .yaml")
+    check_writable("output", output)
     with quick_imports():
         from raafl.config.parse import load_run
         from raafl.devices.files import write_rows
@@ -87,9 +88,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     try:
         write_rows(output, device_rows(profiles.values()), comment)
     except OSError as error:
-        raise BadInput(
-            f"output is '{output}', which cannot be written ({error.strerror}): name another file"
-        ) from error
+        raise not_written("output", output, error) from error
     checks = [check(one, fits) for one in checked]
     warnings = list(_warnings(run, fits))
     if own.json:

@@ -316,7 +316,9 @@ def _serve(argv: list[str]) -> int:
             from raafl.commands.auto import parse_run
             from raafl.commands.serve import allow_list, serve, submitted_config
 
-            config_yaml = None if own.submitted is None else submitted_config(Path(own.submitted))
+            trusted, config_yaml = "--trust_config" in rest, None
+            if own.submitted is not None:
+                config_yaml = submitted_config(Path(own.submitted), trusted=trusted)
             parsed = parse_run("serve", rest, config_yaml=config_yaml)
             proof = credentials(own, server=True)
             sites = allow_list(own, proof)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raafl.config.argv import own_options, values, whole_number
+from raafl.config.argv import check_writable, not_written, own_options, values, whole_number
 from raafl.config.plain_check import check_plain
 from raafl.errors import BadInput, at_least, parse_address
 from raafl.lean_import import quick_imports
@@ -134,6 +134,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
     if own.device != "cpu" and not (own.device.startswith("cuda") and torch.cuda.is_available()):
         raise BadInput(f"device is '{own.device}': give cpu, or cuda where torch sees a GPU")
     file = Path(own.measure)
+    check_writable("measure", file)
     _log.info(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -147,7 +148,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
     try:
         write_rows(file, [given], f"Measured by `raafl plan --measure` on {where}; {link}.")
     except OSError as error:
-        raise BadInput(f"measure is '{file}', which cannot be written ({error.strerror}): name another file") from error
+        raise not_written("measure", file, error) from error
     return profile
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from raafl.atomic_file import atomic_file
 from raafl.commands.stored_runs import run_tables
-from raafl.config.argv import options_of
+from raafl.config.argv import check_writable, not_written, options_of
 from raafl.errors import BadInput
 from raafl.lab.report import overview
 from raafl.lab.report.clients import Classes, classes_of, participation_chart, partition
@@ -84,6 +84,8 @@ def report(argv: Sequence[str]) -> str:
     for name, path in (("output", page), ("figure", figure)):
         if path is not None and path.is_dir():
             raise BadInput(f"{name} is '{path}', which is a folder: name a file, such as {path / 'report.html'}")
+        if path is not None:
+            check_writable(name, path)
     if figure is not None:
         check_figure(figure)
     runs = [read(folder) for folder in {folder.resolve(): folder for folder in map(run_tables, options.runs)}.values()]
@@ -115,8 +117,7 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
         with atomic_file(path) as file:
             file.write(data)
     except OSError as error:
-        why = error.strerror or error
-        raise BadInput(f"{name} is '{path}', which cannot be written ({why}): name another file") from None
+        raise not_written(name, path, error) from None
     return f"{path}: {quantity(num_runs, 'run')}, {size(len(data))}"
 
 

@@ -153,7 +153,7 @@ def keep(own: Namespace, rest: Sequence[str]) -> int:
     min_clients = own.min_clients if asked.min_clients is None else asked.min_clients
     shared = [*_options(Namespace(**{**vars(own), "min_clients": min_clients})), "--run", run.name, *rest]
     # a config that another site submitted is checked once more, by the process that will use it
-    source = "--config" if asked.by is None or "--trust_config" in rest else "--submitted"
+    source = "--config" if asked.by is None else "--submitted"
     options = [source, str(run.config), "--output", str(run.run_folder), *shared]
     with run.kept(), run.receiving() as passed:
         command = ServerCommand(options, passed, folder=run.run_folder, resumed=())

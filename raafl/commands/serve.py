@@ -52,16 +52,18 @@ def listener(address: str | socket.socket) -> str | socket.socket:
         ) from None
 
 
-def submitted_config(file: Path) -> str:
+def submitted_config(file: Path, *, trusted: bool) -> str:
     """Read a config that somebody else has submitted to a server for many runs, and check it.
 
+    `trusted`: whether it may name any class; it never says where results go.
+
     Raises:
-        BadInput: it names classes that are not part of raafl, or is no config.
+        BadInput: it says where results go, or names classes that are not part of raafl, or is no config.
     """
     from raafl.config.trust import of_text
     from raafl.sites.certificates import read
 
-    return of_text(read(file).decode(errors="replace"), f"run '{file.stem}'", trusted=False)
+    return of_text(read(file).decode(errors="replace"), f"run '{file.stem}'", trusted=trusted)
 
 
 def allow_list(own: Namespace, credentials: Credentials) -> Sites | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import socket
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NoReturn
 
 from raafl.errors import BadInput, nearest, one_of, parse_address
@@ -199,6 +202,22 @@ def _path(value: str) -> str:
     raise BadInput(
         f"config is '{value}', which is neither a file nor a config that comes with raafl: {nearest(value, known)}"
     )
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise `BadInput` unless a file can be written at ``path``, before the work begins whose result it will hold."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise not_written(option, path, error) from None
+
+
+def not_written(option: str, path: Path, error: OSError) -> BadInput:
+    """Return the error for a file that an option names, and that cannot be written."""
+    return BadInput(f"{option} is '{path}', which cannot be written ({error.strerror or error}): name another file")
 
 
 def resolves(text: str) -> None:

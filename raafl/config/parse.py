@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,9 @@ What a part takes is said by --model.help CLASS, --data.help CLASS, --partition.
 `raafl algorithms NAME`. --resume RUN takes the config of that run; where that names classes that are not raafl's own, add
 --trust_config if you trust who made the folder: they choose what code runs."""
 TRUST = "--trust_config"
+_PARSING = (
+    threading.RLock()
+)  # jsonargparse works in the config's folder, and with functions and settings that are set here
 NEEDS_CONFIG = "{0} needs a config: give --config FILE (raafl {0} --help lists every field)"
 _LOCAL = """
 --local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
@@ -233,7 +237,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         raise BadInput(NEEDS_CONFIG.format(command))
     _find_project_modules()
     hidden = None
-    with ExitStack() as stack:
+    with _PARSING, ExitStack() as stack:
         stack.enter_context(_replaced("deepcopy", _without_lists))
         if config_yaml is not None:
             if not trusted and not _names_own(argv):

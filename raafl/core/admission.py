@@ -160,16 +160,11 @@ class Admission:
             return "wrong-layout"
         return None
 
-    def _max_samples(self, client: ClientInfo) -> int | None:
-        """Return the largest number of training samples that a client with own data may report; None = no limit."""
-        if not client.own_data or self.limits.max_weight is None:
-            return None
-        return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
-
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return the number of a client's reported samples that count; `_max_samples` limits clients with data of their own."""
-        most = self._max_samples(client)
-        return num_samples if most is None else min(num_samples, most)
+        """Return the number of a client's reported samples that count; `limits.max_weight` limits data of its own."""
+        if not client.own_data or self.limits.max_weight is None:
+            return num_samples
+        return min(num_samples, max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1))
 
     def clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
         """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
@@ -178,12 +173,11 @@ class Admission:
             self.fleet.training.trained_samples(assignment, max(client.num_samples, 1), 1, False) * client.stands_for
         )
         update.num_steps = min(update.num_steps, max(steps, 1))
-        most = self._max_samples(client)
-        if most is not None and update.num_samples > most:
+        if (counted := self.counted_samples(client, update.num_samples)) < update.num_samples:
             self.clipped[client.id] += 1
-            update.limit_samples(most)
+            update.limit_samples(counted)
         tested = self.fleet.own_tests.most(
-            client if most is None else replace(client, num_samples=min(client.num_samples, most))
+            replace(client, num_samples=self.counted_samples(client, client.num_samples))
         )
         if update.metrics.get(NUM_TESTED, 0) > tested:
             update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
@@ -199,16 +193,12 @@ class Admission:
             self._actions += [SetTimer(-client, until), Suspend(client, until, "not answered")]
 
     def _fail_if_hopeless(self, why: str) -> None:
-        if self._is_hopeless():
-            self._actions.append(Fail(f"failed: {why}"))
-
-    def _is_hopeless(self) -> bool:
-        """Check whether the run cannot go on because every client has been refused too often."""
+        """End the run if it cannot go on because every client has been refused too often."""
         known = [client for client, num in self.roster.joins.items() if num]
-        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
-            return True
+        are_bad = len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known))
         there = (*self.roster.clients, *self.roster.suspended)
-        return bool(there) and all(map(self.backoff.is_hopeless, there))
+        if are_bad or (there and all(map(self.backoff.is_hopeless, there))):
+            self._actions.append(Fail(f"failed: {why}"))
 
     def lost(self, event: Lost, now: float) -> bool:
         """Remove a lost client; return False if the event is about an earlier connection of it."""
@@ -265,10 +255,13 @@ class Admission:
         return work if spec is work.spec else replace(work, spec=spec)
 
     def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
+        """Change a client's assumed memory; another task of it may go on, so it has neither left nor joined."""
         changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
-        self.algorithm.select.on_loss(client, self.fleet)
+        select, is_alone = self.algorithm.select, self.fleet.rules.changes_memory_alone
+        if not is_alone:
+            select.on_loss(client, self.fleet)
         self.roster.clients[client.id] = changed
-        self.algorithm.select.on_join(changed, self.fleet)
+        (select.forget if is_alone else select.on_join)(changed, self.fleet)
         return changed
 
     def drop(self, client: int, reason: str) -> None:

@@ -279,7 +279,7 @@ class Select(Part, ABC):
         """Select the submodel and number of steps for an idle client; raises `BadInput` if no submodel fits it."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update ``fleet.cache`` when ``client`` joins, rejoins, or reports another device profile."""
+        """Update ``fleet.cache`` when ``client`` joins or rejoins."""
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
@@ -287,7 +287,7 @@ class Select(Part, ABC):
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove results from ``fleet.cache`` that depend on the set of clients; by default, remove everything."""
+        """Remove what depends on ``client`` (come, gone, or its memory lower) from ``fleet.cache``; by default, everything."""
         fleet.cache.clear()
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:

@@ -23,6 +23,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import NUM_TESTED, Assignment, ClientInfo, Contribution, Received, Settled, Update, Work
 from raafl.devices.profiles import Profile
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError, Submodels
+from raafl.submodel.declared import within as inside
 
 SIMULATED = "subfederations.size"
 """Setting by which a simulated run has subfederations."""
@@ -42,14 +43,8 @@ def common(spec: Spec, within: Spec) -> Spec:
     """Return the submodel that two submodels share.
 
     Raises:
-        SpecError: they share no unit of an axis, or no block; or ``within`` names what trains, and ``spec`` is a part.
+        SpecError: they share no unit of an axis, or no block; or nothing that trains.
     """
-    if within.trained is not None or within.exits is not None:
-        if spec.is_full:  # whoever may train all trains what was sent
-            return within
-        raise SpecError(
-            f"the submodel {within} from the server above names what it trains: give this client whole layers"
-        )
     pairs: list[tuple[tuple[str, tuple[int, ...]], ...]] = []
     for one, other in ((spec.kept, within.kept), (spec.blocks, within.blocks)):
         mine, theirs = dict(one), dict(other)
@@ -63,7 +58,18 @@ def common(spec: Spec, within: Spec) -> Spec:
                 f"the submodel {spec} has nothing of {empty[0]} in common with {within}, from the server above"
             )
         pairs.append(tuple((name, tuple(indices)) for name, indices in shared.items()))
-    return replace(spec, kept=pairs[0], blocks=pairs[1])
+    trained = _in_both(spec.trained, within.trained)
+    if trained == () and () not in (spec.trained, within.trained):
+        raise SpecError(f"the submodel {spec} trains nothing of {within}, from the server above")
+    exits = _in_both(spec.exits, within.exits)
+    return replace(spec, kept=pairs[0], blocks=pairs[1], trained=trained, exits=exits)
+
+
+def _in_both(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Return the tensors, modules or exits that lie in both of two lists of names; None = all."""
+    if one is None or other is None:
+        return other if one is None else one
+    return tuple(name for these, those in ((one, other), (other, one)) for name in these if inside(name, those))
 
 
 def is_within(submodels: Submodels, spec: Spec, within: Spec) -> bool:

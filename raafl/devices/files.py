@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from raafl.atomic_file import atomic_file
 from raafl.devices.catalog import names
 from raafl.devices.checks import CHANGES, number
 from raafl.devices.profiles import Device
@@ -153,7 +154,8 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "")
     """
     said = [{key: value for key, value in row.items() if value is not None} for row in rows]
     text = dump_yaml({"devices": said}, default_flow_style=None, width=1000, allow_unicode=True)
-    path.write_text("".join(f"# {line}\n" for line in comment.splitlines()) + text, encoding="utf-8")
+    with atomic_file(path) as file:
+        file.write(("".join(f"# {line}\n" for line in comment.splitlines()) + text).encode())
 
 
 def num_devices(devices: str | Iterable[Any]) -> int:

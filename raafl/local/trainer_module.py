@@ -23,6 +23,7 @@ from raafl.local.missing_steps import given_class, with_methods
 from raafl.local.training_arguments import ACCUMULATED, stopping_of
 from raafl.log import warn_once
 from raafl.submodel.cut.layers import copy_structure
+from raafl.submodel.saved_tensors import save_tensors
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
@@ -177,12 +178,7 @@ class TrainerModule(LightningModule):
         if callable(getattr(self.model, "save_pretrained", None)):
             self.model.save_pretrained(str(folder))
             return
-        from safetensors.torch import save_file
-
-        # clones, since safetensors stores no tensors that share memory
-        named = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-        copies = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in named.items()}
-        save_file(copies, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(self.model.state_dict(), Path(folder), _log.warning)
 
     @contextmanager
     def _bound(self) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from raafl.errors import BadInput
+from raafl.runfolder.append_file import complete_rows
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import (
     CLIENTS,
@@ -24,6 +25,7 @@ from raafl.runfolder.schema import (
     GROWING,
     JOURNAL,
     METRICS,
+    SEALS,
     SUMMARY,
     JournalRow,
     Summary,
@@ -58,7 +60,18 @@ def is_current(summary: Summary, folder: Path, *, resumed: bool) -> bool:
     """
     if not resumed or str(summary.get("finished")) in REASONS:  # what has reached its end is never resumed
         return True
-    return (folder / JOURNAL).stat().st_mtime_ns <= (folder / SUMMARY).stat().st_mtime_ns
+    journal = folder / JOURNAL
+    try:
+        last = json.loads(complete_rows((folder / SEALS).read_bytes())[-1])
+    except (OSError, ValueError, IndexError, RecursionError):  # nothing but times tells, and a copy may have others
+        return journal.stat().st_mtime_ns <= (folder / SUMMARY).stat().st_mtime_ns
+    # a run that ends seals its summary and as many rows as there are; a resumed one adds rows, and then seals that are not final
+    return isinstance(last, dict) and last.get("final") is True and last.get("rows") == _num_lines(journal)
+
+
+def _num_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
 
 
 _REMEDY = "the journal was changed: give an unchanged copy of the run's folder"

@@ -40,6 +40,7 @@ from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.checkpointer import SavedForm
 from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.lifecycle.resume import same_mode, undone_in
+from raafl.runtime.run import ALONE
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
 
@@ -76,6 +77,13 @@ def replay(
     """
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
+    with ALONE:
+        return _replay(folder, until, workers, client_data, trust_config=trust_config)
+
+
+def _replay(
+    folder: Path, until: int | None, workers: int, client_data: Mapping[int, Path] | None, *, trust_config: bool
+) -> dict[str, Any]:
     rows, summary = read_run(folder, until)
     experiment = load_run(folder, trusted=trust_config, for_replay=True)
     for problem in seed_file_problems(experiment.privacy.seed_file, folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -45,6 +46,8 @@ NO_SERVER_ABOVE = (
 
 TRIALS_S = "trials_real_s"
 """Key of an algorithm's ``chosen`` that the summary shows and the journal leaves out, since journals of equal runs are equal."""
+ALONE = threading.RLock()
+"""Lock of a simulation or replay: tasks of two in one process would draw from the same generators."""
 
 
 class Run:
@@ -355,10 +358,11 @@ def simulate(
     """
     from raafl.runtime.simulation import Simulation
 
-    experiment.check()
+    with ALONE:
+        experiment.check()
     if experiment.subfederation.is_on or experiment.subfederations.number is not None:
         raise BadInput(NO_SERVER_ABOVE)
-    with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
+    with ALONE, opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
         if saved is not None:
             saved.check_mode(experiment)
         parts = build(experiment, pace=False)

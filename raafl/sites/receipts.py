@@ -13,7 +13,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import AppendFile, complete_rows, to_json
 from raafl.runfolder.books import Books
 from raafl.runfolder.checkpoint_reader import load_plain
-from raafl.runfolder.events import JournalReader
+from raafl.runfolder.events import JournalReader, RolledBackLines
 from raafl.runfolder.schema import CONFIG, JournalRow
 from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.setup import ClientSetup
@@ -383,10 +383,13 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
             findings.append(f"{name}: the journal records another assignment than the site was sent")
         answer = arrived.get(number)
         if answer is None:
-            # it was on its way, as an honest server's journal shows, too
-            excused = number == last or number in dropped
-            cause = f", since {dropped[number]}" if number in dropped else ""
-            (notes if excused else findings).append(f"{name}: the site sent an update, the journal has none{cause}")
+            drop, text = dropped.get(number), f"{name}: the site sent an update, the journal has none"
+            if drop is None:
+                (notes if number == last else findings).append(text)  # the last may have been on its way
+            elif (later := drop.contradicted_by(receipt, site.receipts)) is not None:
+                findings.append(f"{text}, since {drop.cause}: but assignment {later} came by the same connection")
+            else:
+                notes.append(f"{text}, since {drop.cause}")
         elif receipt.sent is not None and answer["fingerprint"] != receipt.sent and answer["refusal"] is None:
             findings.append(f"{name}: the journal records another update than the site sent")
     known = {receipt.assignment["id"] for receipt in site.receipts}
@@ -400,20 +403,51 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
     return findings, notes
 
 
-def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow], dict[int, str]]:
+@dataclass(frozen=True)
+class _Drop:
+    """Reason for which a journal may have no update of a task."""
+
+    cause: str
+    # id of the last assignment before; None = the client may later have the same incarnation, since it joined after the
+    # checkpoint from which the server was restarted
+    last: int | None
+
+    def contradicted_by(self, receipt: Receipt, receipts: Iterable[Receipt]) -> int | None:
+        """Return a later assignment that the client got as if its connection had not ended; None = there is none.
+
+        Before it assigns that one, a server has handled the update of ``receipt``.
+        """
+        if self.last is None:
+            return None
+        same = (one for one in receipts if one.assignment["incarnation"] == receipt.assignment["incarnation"])
+        return next((one.assignment["id"] for one in same if one.assignment["id"] > self.last), None)
+
+
+def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow], dict[int, _Drop]]:
     """Return a client's journal rows about assigned tasks, and those about updates, by assignment id; also of undone tasks.
 
     The third mapping says why there can be no update of a task: the client was lost, or the server restarted, before it came.
     """
-    assigned, arrived, dropped = dict[int, JournalRow](), dict[int, JournalRow](), dict[int, str]()
-    for row in JournalReader(run).written():
-        kind = row.get("event")
+    assigned, arrived, dropped = dict[int, JournalRow](), dict[int, JournalRow](), dict[int, _Drop]()
+    lines, joined = RolledBackLines(), dict[int, int]()  # by incarnation: line at which the client joined
+    for line, row in enumerate(JournalReader(run).written()):
+        kind, kept = row.get("event"), row.get("kept")
+        lines.add(kind, kept if isinstance(kept, int) else None)
         if kind == "resumed" or (kind == "lost" and row.get("client") == client):
             cause = "the server was restarted" if kind == "resumed" else "the client was lost"
-            dropped |= dict.fromkeys(assigned.keys() - arrived.keys() - dropped.keys(), cause)
+            undone = {incarnation for incarnation, at in joined.items() if at in lines}
+            under_way = assigned.keys() - arrived.keys() - dropped.keys()
+            lives = {number: assigned[number].get("incarnation") for number in under_way}
+            dropped |= {
+                number: _Drop(cause, None if life in undone else max(assigned))
+                for number, life in lives.items()
+                if row.get("incarnation") in (None, life)
+            }
         if row.get("client") != client:
             continue
-        if kind == "assigned":
+        if kind == "joined":
+            joined[row["incarnation"]] = line
+        elif kind == "assigned":
             assigned[row["id"]] = row
         elif kind == "arrived":
             arrived.setdefault(row["assignment"], row)

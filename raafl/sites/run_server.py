@@ -389,8 +389,8 @@ def check_config(folder: Path, name: str, text: str, *, trusted: bool) -> None:
     with TemporaryDirectory(prefix="submitted-", dir=state_folder_of(folder)) as scratch:
         file = Path(scratch) / f"{name}.yaml"
         write(file, text.encode())
-        option = "--config" if trusted else "--submitted"
-        command = [sys.executable, "-m", "raafl", "serve", option, str(file), "--print_config"]
+        trust = ["--trust_config"] if trusted else []
+        command = [sys.executable, "-m", "raafl", "serve", "--submitted", str(file), *trust, "--print_config"]
         try:
             found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S)
         except subprocess.TimeoutExpired:

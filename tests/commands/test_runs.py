@@ -96,9 +96,9 @@ def test_who_keeps_a_run_trusts_only_the_owner_of_the_server(tmp_path, monkeypat
     assert keep(own, rest) == 0 and run.state == "completed"
     first, resumed = ([word for word in words if not word.startswith("fd:")] for words in made)
     shared = ["--certs", "certs", "--min_clients", "3", "--run", "a", *["--trust_config"] * trusts]
-    source = "--submitted" if by and not trusts else "--config"
+    source = "--submitted" if by else "--config"
     assert first == [*RAAFL, "serve", source, str(run.config), "--output", str(run.run_folder), *shared, "--address"]
-    trusted = [] if source == "--submitted" or trusts else ["--trust_config"]
+    trusted = [] if by or trusts else ["--trust_config"]
     assert resumed == [*RAAFL, "serve", *shared, "--resume", str(run.run_folder), *trusted, "--address"]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonargparse
 import pytest
@@ -417,3 +419,17 @@ def test_without_clients_there_are_as_many_as_devices(options, clients):
     ]
     found = parse("simulate", [*parts, "--algorithm", "fed_avg", *options])
     assert found.experiment.clients == clients == yaml.safe_load(found.config_yaml)["clients"]
+
+
+def test_configs_may_be_parsed_in_several_threads():
+    """jsonargparse changes the working directory, and raafl its functions and settings: one thread must not end another's."""
+    from jsonargparse import _common, _typehints
+
+    def state():
+        return dict(_common.parsing_settings), _typehints.deepcopy, os.getcwd()
+
+    before, text = state(), QUICKSTART.read_text()
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda seed: parse("simulate", [f"--seed={seed}"], config_yaml=text).experiment.seed, range(3))
+        assert list(found) == [0, 1, 2]
+    assert state() == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from model_zoo import MLP
@@ -150,16 +152,40 @@ def test_clients_train_all_of_the_layers_that_the_server_above_names(tmp_path):
     update = level.train(Assignment(5, 1, 0, 0, 7, last, 0, None, None, 1, 0.0), received, "delta")
     assert [(one.spec, one.num_updates) for one in update.contributions] == [(last, 4.0)]
     assert list(update.tensors.layout.by_name) == ["layers.3.weight", "layers.3.bias"]
-    with pytest.raises(SpecError, match="names what it trains"):
-        common(HALF, last)
+
+
+HALF = Spec.select({"layers.1": range(12)})
+LOWEST = Spec.select(
+    {"ffn": range(6)}, blocks={"h": range(2)}, trained=["wte", "h.0", "h.1", "exit1", "exit2"], exits=["1", "2"]
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (HALF, Spec.select(trained=["layers.3"]), Spec.select({"layers.1": range(12)}, trained=["layers.3"])),
+        (Spec.select(trained=["h.0", "wte"]), Spec.select(trained=["h"]), Spec.select(trained=["h.0"])),
+        (Spec.select({"ffn": range(4)}), LOWEST, replace(LOWEST, kept=(("ffn", range(4)),))),
+        (
+            Spec.select(blocks={"h": range(1)}, trained=["wte", "h.0", "exit1"], exits=["1"]),
+            LOWEST,
+            Spec.select({"ffn": range(6)}, blocks={"h": range(1)}, trained=["wte", "h.0", "exit1"], exits=["1"]),
+        ),
+    ],
+)
+def test_what_two_submodels_share_by_hand(one, other, expected):
+    assert common(one, other) == common(other, one) == expected
+
+
+def test_two_submodels_that_train_nothing_in_common_are_refused():
+    with pytest.raises(SpecError, match=r"trains nothing of trains h\.1, from the server above"):
+        common(Spec.select(trained=["h.0"]), Spec.select(trained=["h.1"]))
 
 
 def _checked(data, spec=None):
     submodels = Submodels(MLP(64, (24,), 10))
     return check_contributions(from_json(data), submodels, spec or FULL, 3)
 
-
-HALF = Spec.select({"layers.1": range(12)})
 
 test_what_a_subfederation_says_is_checked = refuses(
     _checked,

@@ -9,9 +9,10 @@ import torch
 
 from raafl.algorithms import fed_avg
 from raafl.core.algorithm import Select
-from raafl.core.types import Arrived, Update, Work
+from raafl.core.types import OUT_OF_MEMORY, Arrived, Update, Work
 from raafl.parts.merge.low_rank import RankMemory, kept, tail
 from raafl.rules import CURRENT, Rules
+from raafl.runtime.executors.base import unanswered
 from raafl.submodel import FlatTensors, Spec
 from tests.helpers.coordinators import assigned
 from tests.helpers.lora_merge import A, B, started
@@ -50,6 +51,15 @@ def test_a_client_whose_tail_has_shrunk_has_fewer_ranks_from_its_next_task_on():
     tasks = answered(coordinator, tasks[2], 2.0)
     assert {client: num_ranks(task) for client, task in tasks.items()} == {1: 2, 2: 3}
     assert coordinator.state.memory.of(RankMemory).pruned == {1: 1}
+
+
+@pytest.mark.parametrize(("revision", "ranks"), [(5, 3), (CURRENT, 2)])
+def test_a_client_out_of_memory_stays_pruned(revision, ranks):
+    coordinator, tasks = started(fed_avg(lora="hetlora", prune_ranks=0.7), 1)
+    coordinator.change(fleet=replace(coordinator.fleet, rules=Rules(revision)))
+    task = answered(coordinator, tasks[1], 0.5)[1]
+    task = assigned(coordinator.handle(Arrived(unanswered(task, OUT_OF_MEMORY)), 0.0))[1]
+    assert coordinator.state.submodels.layout(task.spec, "trained").by_name[A].shape[0] == ranks
 
 
 class HeadAlone(Select):

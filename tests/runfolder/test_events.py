@@ -88,6 +88,23 @@ def test_a_summary_from_before_the_run_was_resumed_is_none(tmp_path):
     assert found(rows, '{"finished": "max_updates"}', 101) == {"finished": "max_updates"}
 
 
+@pytest.mark.parametrize(
+    ("seal", "is_current"),
+    [
+        ({"rows": 4, "final": True}, True),  # stopped a second time
+        ({"rows": 2, "final": True}, False),  # resumed, and killed before its first seal
+        ({"rows": 4, "final": False}, False),  # resumed, and killed after it
+    ],
+)
+@pytest.mark.parametrize("journal_s", [99, 101])
+def test_a_copy_of_a_folder_may_have_any_times(tmp_path, seal, is_current, journal_s):
+    folder(tmp_path, *events("joined", "stop", 1, "timer"), summary='{"finished": "interrupted"}')
+    (tmp_path / "seals.jsonl").write_text(json.dumps(seal) + "\n")
+    os.utime(tmp_path / "summary.json", (100, 100))
+    os.utime(tmp_path / "events.jsonl", (journal_s, journal_s))
+    assert (read_run(tmp_path)[1] is not None) == is_current
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"seed":', "\xff"])
 def test_a_damaged_summary_is_none(tmp_path, text):
     assert read_summary(tmp_path) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
+from raafl.runtime.run import simulate
 from raafl.runtime.setup import make_model
 from tests.helpers.small_runs import COMING_AND_GOING, experiment, finish, unequal
 
@@ -209,3 +211,19 @@ def test_the_step_that_is_tried_before_a_run_has_the_models_own_values(tmp_path)
     expected = list(make_model(one).parameters())
     finish(one)
     assert tried and all(map(torch.equal, tried[-1], expected))
+
+
+class Dropping(MLP):
+    """Draws from torch's generator in each step."""
+
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, 0.3, self.training))
+
+
+def test_runs_in_two_threads_draw_from_no_generator_of_each_other(tmp_path):
+    def run(name):
+        made = experiment(tmp_path / name, "fed_async", model=lambda: Dropping(64, (24,), 10), max_updates=20)
+        return simulate(made)[0]["model_digest"]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert set(pool.map(run, ["one", "two"])) == {run("alone")}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model_zoo import ViT
 from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox, fed_raa, ra_fed, scaffold, timely_fl
 from raafl.core.options import Subfederation, Subfederations
 from raafl.core.subfederation import algorithm_below
@@ -18,6 +19,7 @@ from raafl.errors import BadInput
 from raafl.lab.plan.dry import World, predict
 from raafl.local.train import LocalTrainer
 from raafl.parts.select.submodels import Fragments, Full
+from raafl.parts.select.windows import LeadingBlocks, RollingWindows
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoint_reader import load
 from raafl.runfolder.checkpoints import newest
@@ -26,6 +28,7 @@ from raafl.runtime.replay import Replay
 from raafl.runtime.run import simulate
 from raafl.runtime.server.host import host
 from raafl.runtime.setup import build, make_executor
+from raafl.submodel import Spec
 from tests.core.test_subfederation import METHODS, PRIVATE, flat
 from tests.helpers.crash import crash
 from tests.helpers.refusals import refuses
@@ -74,6 +77,35 @@ def test_methods_of_fragments_equal_the_flat_run_where_a_subfederation_is_a_clie
     assert [row["spec"] for row in run.events("assigned")] == [row["spec"] for row in alone.events("assigned")]
     ours, theirs = load(run.folder).values, load(alone.folder).values
     assert max(float((ours[name] - value).abs().max()) for name, value in theirs.items()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("select", "together"),
+    [
+        (LeadingBlocks([1.0, 0.5], [0.5, 1.0]), [(1, 1.0), (1, 2.0), (2, 2.0)]),
+        (RollingWindows([1.0, 0.5], ratio=0.0, mask_rounds=0), [(2, 3.0)]),
+    ],
+    ids=["leading", "rolling"],
+)
+def test_clients_below_train_what_they_share_with_the_blocks_that_were_sent(tmp_path, select, together):
+    """Numbers of blocks and of clients. Of the lowest of two blocks, clients 4 and 6 have half the width, and 5 all of it.
+
+    The window that subfederation 2 is sent trains the upper block, and has the lower one frozen.
+    """
+    pytest.importorskip("transformers")
+    made = regions(tmp_path, fed_avg(submodel=select), model=small_vit, max_updates=2)
+    run = finish(made)
+    assert run.summary["finished"] == "max_updates"
+    found = {
+        (len(dict(spec.blocks).get("model.vit.layers", range(2))), num)
+        for row in run.events("arrived")
+        for spec, num in ((Spec.from_json(one[0]), one[1]) for one in row["contributions"])
+    }
+    assert sorted(found) == together and replayed(made, run.folder)
+
+
+def small_vit():
+    return ViT("micro", image_size=8, patch_size=4, in_channels=1)
 
 
 def test_the_clients_of_a_subfederation_train_the_fragment_that_was_sent_together(tmp_path):

@@ -128,7 +128,11 @@ def test_an_update_that_a_site_never_sent_and_an_assignment_that_it_never_got_ar
 
 
 @pytest.mark.parametrize(("event", "cause"), [("lost", "the client was lost"), ("resumed", "the server was restarted")])
-def test_an_update_that_was_on_its_way_when_client_or_server_went_is_no_contradiction(recorded, run, event, cause):
+@pytest.mark.parametrize("is_true", [True, False])
+def test_an_update_on_its_way_when_client_or_server_went_is_no_contradiction_if_they_did(
+    recorded, run, event, cause, is_true
+):
+    """A client that was lost joins anew, and has another incarnation then; an operator may only say that it was lost."""
     site = SiteReceipts.read(recorded[1][1])
     second = site.receipts[1].assignment["id"]
 
@@ -138,10 +142,31 @@ def test_an_update_that_was_on_its_way_when_client_or_server_went_is_no_contradi
         return row
 
     rewrite(run, change)
+    if is_true:
+        for receipt in site.receipts[2:]:
+            receipt.assignment["incarnation"] += 1
     findings, notes = compare(site, run, check_books(run, heads=True))
     name = f"assignment {second} of client 1"
-    assert f"{name}: the site sent an update, the journal has none, since {cause}" in notes
-    assert not any(line.startswith(name) and "the journal has none" in line for line in findings)
+    text = f"{name}: the site sent an update, the journal has none, since {cause}"
+    third = site.receipts[2].assignment["id"]
+    if is_true:
+        assert text in notes and not any("the journal has none" in line for line in findings if line.startswith(name))
+    else:
+        assert f"{text}: but assignment {third} came by the same connection" in findings and text not in notes
+
+
+def test_a_client_that_joined_after_the_last_checkpoint_may_have_its_incarnation_again(recorded, run):
+    site = SiteReceipts.read(recorded[1][1])
+    second = site.receipts[1].assignment["id"]
+
+    def change(row):
+        if row["event"] == "arrived" and row["assignment"] == second:
+            return {"time_s": row["time_s"], "event": "resumed", "kept": 0}
+        return row
+
+    rewrite(run, change)
+    _, notes = compare(site, run, check_books(run, heads=True))
+    assert any("the journal has none, since the server was restarted" in line for line in notes)
 
 
 def audit(capsys, run, site, *options):

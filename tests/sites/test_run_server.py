@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
+from io import StringIO
+from subprocess import CompletedProcess
 
 import pytest
 
+from raafl.commands.cli import main
 from raafl.config.remote_options import check_run_name
 from raafl.config.trust import of_text
 from raafl.errors import BadInput, RunFailed
@@ -15,7 +18,7 @@ from raafl.runtime.protocol import no_tensors
 from raafl.runtime.supervisor import Child
 from raafl.sites.certificates import read_certificate
 from raafl.sites.hosted_runs import Asked, HostedRun, configs
-from raafl.sites.run_server import Answer, Question, RunServer, ask
+from raafl.sites.run_server import Answer, Question, RunServer, ask, check_config
 from raafl.sites.server import Sites
 from raafl.transport import Kind, Message, PeerLost, Refused, codec
 from raafl.transport.tcp.handover import inherited_socket
@@ -127,6 +130,24 @@ def test_a_submitted_config_may_not_say_where_it_writes():
     text = of_text(CONFIG + "output: null\nresume: null\npush_to_hub: null\n", "run 'a'", trusted=False)
     assert not any(word in text for word in ("output", "resume", "push_to_hub")), "as --print_config writes them"
     of_text(CONFIG + "privacy: {clip_norm: 1.0, seed_file: null}\n", "run 'a'", trusted=False)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_server_that_trusts_configs_still_decides_where_results_go(tmp_path, monkeypatch, trusted):
+    """With --trust_config a submitted config may name any class, but not the hub's account of the server's owner."""
+
+    def in_process(command, **_):
+        code = 0
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as errors, suppress(SystemExit):
+            code = main(command[3:])
+        return CompletedProcess(command, code, b"", errors.getvalue().encode())
+
+    monkeypatch.setattr("raafl.sites.run_server.subprocess.run", in_process)
+    with pytest.raises(BadInput, match="run 'a' is refused: push_to_hub is 'me/mine': leave it out"):
+        check_config(tmp_path, "a", CONFIG + "push_to_hub: me/mine\n", trusted=trusted)
+    foreign = CONFIG.replace("raafl.data.Digits", "tests.helpers.lora_models.Tokens")
+    with nullcontext() if trusted else pytest.raises(BadInput, match="which is not raafl's own"):
+        check_config(tmp_path, "a", foreign, trusted=trusted)
 
 
 FOLDER = "algorithm: {class_path: ca2fl, init_args: {memory: disk, memory_folder: /etc}}\n"

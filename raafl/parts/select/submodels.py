@@ -392,6 +392,10 @@ class WrappedSelect(Select):
         """Tell the wrapped select part (choice of submodels) that a client was lost."""
         self.inner.on_loss(client, fleet)
 
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Let the wrapped select part (choice of submodels) remove what it has cached about a client."""
+        self.inner.forget(client, fleet)
+
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Tell the wrapped select part (choice of submodels) that a round starts."""
         self.inner.on_round_start(out, fleet)

@@ -17,7 +17,7 @@ from raafl.parts.local.mask_training import best
 from raafl.parts.merge.personal import scores_of
 from raafl.parts.select.rate_select import Rates, RateSelect, rates_in_words
 from raafl.parts.select.segments import Segments, cuts_of, stack_of
-from raafl.parts.select.submodels import Choice, OneOf
+from raafl.parts.select.submodels import Choice, Full, OneOf
 from raafl.parts.select.units import Budget, count, largest_rate, leading
 from raafl.submodel import Spec, Submodels, depth_window
 
@@ -154,6 +154,10 @@ class RollingWindows(Select):
             raise BadInput(f"mask_rounds is {self.mask_rounds}: give 0 (masks stay random) to {MAX_MASK_ROUNDS:,}")
 
     # ---- the client's work ----
+
+    def below(self) -> Select:
+        """Return `Full`, so that clients train the window that was sent, since theirs may be others; see `Select.below`."""
+        return Full()
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the client's work, with its id as the ``region``; raises `BadInput` if no submodel fits its memory."""

@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
-
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.log import Notices
@@ -26,6 +24,7 @@ from raafl.plain_yaml import dump_yaml
 from raafl.runfolder import checkpoints as checkpoint_files
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, SavedForm, cause
 from raafl.sanitize import sanitize_text
+from raafl.submodel.saved_tensors import SAFETENSORS, save_tensors
 from raafl.units import duration
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "model"
 CARD: Final = "README.md"
-SAFETENSORS: Final = "model.safetensors"
 
 _MAX_METRICS = 20
 _WITH_TRANSFORMERS = """\
@@ -162,18 +160,9 @@ def _save_safetensors(
 ) -> str | None:
     """Save a plain module's state dict and model card in `RUN/model`, and return the path; None if that fails."""
     try:
-        from safetensors.torch import save_file
-
         saved = form.contents(state.version, state.values)["state_dict"]
-        # safetensors stores tensors only, and none that share memory
-        named = {name: value.cpu().clone() for name, value in saved.items() if isinstance(value, Tensor)}
-        if len(named) < len(saved):
-            others = ", ".join(name for name in saved if name not in named)
-            progress.warn(
-                f"{SAFETENSORS} holds tensors only, without {others}: load the checkpoint instead, or set them yourself"
-            )
         with _whole(run_folder / FOLDER) as folder:
-            save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
+            save_tensors(saved, folder, progress.warn)
             (folder / CARD).write_text(card(folder), encoding="utf-8")
     except Exception as error:  # libraries may wrap disk errors in other exceptions
         progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")

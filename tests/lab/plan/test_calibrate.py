@@ -215,6 +215,10 @@ def test_a_run_to_check_that_is_missing_is_named_before_a_file_is_written(real, 
         ([folder, "--check", folder, empty], f"'{empty}' is not a run folder: it has no config.yaml"),
         ([missing], f"run is '{missing}', which is not a folder: name that of a real run"),
         ([folder, "--check"], "--check: expected at least one argument"),
+        (
+            [missing, "--output", empty / "no" / "x.yaml"],
+            "x.yaml', which cannot be written (No such file or directory)",
+        ),
     ):
         assert main(["calibrate", "--output", str(file), "--trust_config", *map(str, runs)]) == 2
         (line,) = capsys.readouterr().err.splitlines()

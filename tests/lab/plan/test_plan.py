@@ -439,6 +439,15 @@ def test_help_and_the_profiles_that_a_config_may_name(capsys):
     assert {"device", "field", "value", "source"} == set(json.loads(capsys.readouterr().out)[0])
 
 
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "measure_machine", lambda *_, **__: pytest.fail("it measures"))
+    (tmp_path / "folder.yaml").mkdir()
+    for name, why in (("no/x.yaml", "No such file"), ("folder.yaml", "Is a direc"), ("x" * 250 + ".yaml", "File name")):
+        assert main(["plan", "--measure", str(tmp_path / name)]) == 2
+        assert f"{name}', which cannot be written ({why}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.yaml"]
+
+
 def test_a_measured_profile_is_json_without_infinity(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measure, "measure_machine", lambda name, device, address: Profile(name))
     assert main(["plan", "--measure", str(tmp_path / "here.yaml"), "--json"]) == 0

@@ -11,10 +11,11 @@ from torch import nn
 from raafl.algorithms import fed_async, fed_avg, fed_buff
 from raafl.core import restoring, saving
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, Lost, Sending, Update
+from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Sending, Update
 from raafl.parts import RateSelect
 from raafl.parts.merge.low_rank import LoraMemory
 from raafl.parts.protect.assembly import bounded
+from raafl.runtime.executors.base import unanswered
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for
 from tests.helpers.lora_merge import (
@@ -312,6 +313,23 @@ def test_a_client_that_trains_while_it_sends_has_two_starts(lora):
     answer(second)
     answer(third)
     assert (first.version, second.version, third.version) == (0, 0, 2) and changes == [0, 1, 1, 3, 2]
+
+
+@pytest.mark.parametrize("lora", ["fedex", "flora"])
+def test_a_client_out_of_memory_keeps_the_start_of_its_other_task(lora):
+    """Client 1 sends a task of version 0 that ran out of memory, and trains one of version 1, which nobody else has."""
+    coordinator, tasks = started(fed_async(lora=lora), clients=2)
+    note_starts(coordinator.state, tasks)
+    tasks |= give(coordinator, tasks[2])[1]
+    ahead = assigned(coordinator.handle(Sending(1, 0, tasks[1].id), 0.0))
+    note_starts(coordinator.state, ahead)
+    tasks |= give(coordinator, tasks[2])[1]
+    coordinator.handle(Arrived(unanswered(tasks[1], OUT_OF_MEMORY)), 0.0)
+    give(coordinator, tasks[2])
+    before = weight(coordinator.state)
+    wanted, _ = give(coordinator, ahead[1])
+    expected = before + 0.75 * (wanted - start_product(ahead[1]))
+    torch.testing.assert_close(weight(coordinator.state), expected, rtol=0, atol=1e-5)
 
 
 def test_a_checkpoint_of_an_earlier_version_has_one_start_for_a_client():

@@ -37,9 +37,8 @@ What a part takes is said by --model.help CLASS, --data.help CLASS, --partition.
 `raafl algorithms NAME`. --resume RUN takes the config of that run; where that names classes that are not raafl's own, add
 --trust_config if you trust who made the folder: they choose what code runs."""
 TRUST = "--trust_config"
-_PARSING = (
-    threading.RLock()
-)  # jsonargparse works in the config's folder, and with functions and settings that are set here
+# jsonargparse works in the config's folder, by os.chdir, and with functions and settings that are set here
+_PARSING = threading.RLock()
 NEEDS_CONFIG = "{0} needs a config: give --config FILE (raafl {0} --help lists every field)"
 _LOCAL = """
 --local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is

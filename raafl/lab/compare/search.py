@@ -39,7 +39,7 @@ class Trial:
     # metric at the end of each run, or seconds to the target, by seed; a failed run has none
     scores: dict[int, float] = field(default_factory=dict)
     fraction: float = 0.0  # share of a full run's budget that was used; below 1 if the trial was stopped early
-    finals: dict[int, float] = field(default_factory=dict)  # metric at the end of each run, where scores are seconds
+    finals: dict[int, float] = field(default_factory=dict)  # metric at the end of each run, by seed
 
     def rank(self, comparison: Comparison, search: Search) -> tuple[float, float]:
         """Return a sort key: the best trial comes first, and trials with a failed run come last.
@@ -117,8 +117,7 @@ def run_trials(
             for trial in some:
                 trial.fraction = fraction
                 trial.scores = scores_of(trial, outcomes, comparison, search)
-                if search.target is not None:
-                    trial.finals = scores_of(trial, outcomes, comparison, replace(search, target=None))
+                trial.finals = scores_of(trial, outcomes, comparison, replace(search, target=None))
         for label, some in going.items():
             # a stable sort: of equal trials the first in the search's order wins
             some.sort(key=lambda trial: trial.rank(comparison, search))

@@ -12,7 +12,7 @@ from raafl.algorithms.co_s2p import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
 from raafl.compression.plan import Compress, CompressionPlan
 from raafl.config.parse import load_experiment
-from raafl.core.algorithm import SelectContext, Training
+from raafl.core.algorithm import Local, SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
@@ -131,6 +131,16 @@ def tasks(select, fleet, number, client=None):
 
 def blocks(spec):
     return sorted({int(name.split(".")[3]) for name in spec.trained if ".layers." in name})
+
+
+def test_windows_with_masks_are_refused_where_nobody_trains_masks(fleet):
+    """Before, the first task failed: it trained nothing."""
+    masks = replace(fleet_of(fleet), clients={1: ClientInfo(1, 10)})
+    plain = replace(masks, local=Local(), cache={})
+    (problem,) = RollingWindows(0.25).check(plain)
+    assert "mask_rounds is 5, and the algorithm trains no masks: set it to 0" in problem
+    assert RollingWindows(0.25).check(masks) == []
+    assert RollingWindows(0.25, mask_rounds=0).check(replace(plain, cache={})) == []
 
 
 def test_a_small_clients_windows_move_up_and_train_every_block_alike(fleet):

@@ -13,7 +13,7 @@ from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Warn, Work, derive_seed
 from raafl.errors import BadInput, fraction, one_of, positive
 from raafl.parts.local.distilled import exit_depths
-from raafl.parts.local.mask_training import best
+from raafl.parts.local.mask_training import SCORES, best
 from raafl.parts.merge.personal import scores_of
 from raafl.parts.select.rate_select import Rates, RateSelect, rates_in_words
 from raafl.parts.select.segments import Segments, cuts_of, stack_of
@@ -319,8 +319,18 @@ class RollingWindows(Select):
     # ---- the fleet ----
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
-        return fleet.problems(lambda client: self._size(client, fleet))
+        """Return a problem for each client without a rate or a submodel that fits, or if nobody would train the masks."""
+        problems = fleet.problems(lambda client: self._size(client, fleet))
+        if (
+            not problems
+            and SCORES not in fleet.local.down
+            and any(self._size(c, fleet).masks for c in fleet.clients.values())
+        ):
+            return [
+                f"submodel.mask_rounds is {self.mask_rounds}, and the algorithm trains no masks: set it to 0 (masks are drawn "
+                "at random), or take algorithm co_s2p"
+            ]
+        return problems
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the cached size of the client's submodel; other clients' submodels do not depend on it."""

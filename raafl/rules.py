@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 6
+CURRENT: Final = 7
 """Revision of a new run."""
 
 
@@ -87,6 +87,8 @@ class Rules:
     """Whether PruneFL's whole rounds, and TimelyFL's fixed workload, follow the memory of a client that has changed."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
+    feeds_back_model = _Since(7)
+    """Whether what top_k leaves out of tensors beside the model is not added to a client's next update, which has it anyway."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

@@ -89,6 +89,8 @@ class Rules:
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
     feeds_back_model = _Since(7)
     """Whether what top_k leaves out of tensors beside the model is not added to a client's next update, which has it anyway."""
+    keeps_roots = _Since(7)
+    """Whether tensors by whose root steps are divided, as Adam's moments, are refused compressors that make them 0."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

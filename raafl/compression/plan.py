@@ -76,6 +76,11 @@ class CompressionPlan:
                     f"compress.{way} is {kinds[way == 'up']}, which does not work with this algorithm, whose clients "
                     "keep tensors between tasks: give none, bf16 or int8"
                 )
+            if local.traits.sends_roots and isinstance(one, Int8 | TopK) and submodels.rules.keeps_roots:
+                raise BadInput(
+                    f"compress.{way} is {kinds[way == 'up']}, which sends small second moments of an optimizer as 0, and steps are "
+                    "divided by their roots: give none or bf16, or let the optimizer start anew in each task"
+                )
         if local.traits.exact_zeros and isinstance(up, Int8 | TopK) and submodels.rules.keeps_zeros:
             raise BadInput(
                 f"compress.up is {kinds[1]}, which sends changed elements as 0, and this algorithm averages an element over the "

@@ -91,6 +91,8 @@ class Rules:
     """Whether what top_k leaves out of tensors beside the model is not added to a client's next update, which has it anyway."""
     keeps_roots = _Since(7)
     """Whether tensors by whose root steps are divided, as Adam's moments, are refused compressors that make them 0."""
+    works_by_base_rate = _Since(7)
+    """Whether FedNova counts a client's work by its optimizer's base learning rate, not by that of its first step."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

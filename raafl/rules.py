@@ -93,6 +93,8 @@ class Rules:
     """Whether tensors by whose root steps are divided, as Adam's moments, are refused compressors that make them 0."""
     works_by_base_rate = _Since(7)
     """Whether FedNova counts a client's work by its optimizer's base learning rate, not by that of its first step."""
+    keeps_ties_whole = _Since(7)
+    """Whether FedPer refuses layers of a client's own that have a parameter in common with shared ones."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

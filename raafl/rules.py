@@ -95,6 +95,8 @@ class Rules:
     """Whether FedNova counts a client's work by its optimizer's base learning rate, not by that of its first step."""
     keeps_ties_whole = _Since(7)
     """Whether FedPer refuses layers of a client's own that have a parameter in common with shared ones."""
+    norms_are_of_changes = _Since(7)
+    """Whether limits on norms are refused where a method has no such norm: of masks, of scalars, of gradients without any."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

@@ -88,7 +88,7 @@ class Rules:
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
     feeds_back_model = _Since(7)
-    """Whether what top_k leaves out of tensors beside the model is not added to a client's next update, which has it anyway."""
+    """Whether tensors beside the model that come back as differences are sent whole by top_k, and have no residual."""
     keeps_roots = _Since(7)
     """Whether tensors by whose root steps are divided, as Adam's moments, are refused compressors that make them 0."""
     works_by_base_rate = _Since(7)

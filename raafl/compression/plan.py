@@ -70,6 +70,10 @@ class CompressionPlan:
         if kinds[0] == "none" and kinds[1] in ("none", "scalars") and not payload.has_bundles:
             return None
         down, up = (compressor(kind, compress.top_k, payload.names) for kind in kinds)
+        if isinstance(down, TopK) and submodels.rules.feeds_back_model:
+            # the server adds the difference that comes back to the values that it has, not to those of an older task
+            back = {name for name in payload.names - submodels.parameter_names if name.partition("/")[0] in local.up}
+            down = replace(down, only=payload.names - back)
         for way, one in (("down", down), ("up", up)):
             if payload.is_resident and one is not None and one.feeds_back:
                 raise BadInput(

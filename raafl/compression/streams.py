@@ -3,9 +3,9 @@
 Down, top_k sends changes: both ends hold a copy of what the client has, which the first tasks fill with whole tensors. What was
 left out is part of the next difference; that is the error feedback. Up, the client adds its residual, what earlier updates
 left out, to each update. Tensors beside the model, such as SCAFFOLD's variates, have no residual: they go up as differences from
-what the server has stored, so what was left out is part of the next difference. Copy and residual live as long as an incarnation
-of the client: a client that reconnects starts without either, so both ends agree whatever was lost between. They are stored in a
-`ClientState`: an end's own, or, for a simulated client, the run's, which is checkpointed.
+what has come down, so what was left out is part of the next difference; hence top_k sends them down whole. Copy and residual live
+as long as an incarnation of the client: a client that reconnects starts without either, so both ends agree whatever was lost
+between. They are stored in a `ClientState`: an end's own, or, for a simulated client, the run's, which is checkpointed.
 
 A *resident* payload stays on the client between its tasks, so that only the values travel that a task names. The first task of
 an incarnation brings all values, and bundles of zeros.

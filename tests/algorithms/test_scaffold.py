@@ -7,7 +7,7 @@ import torch
 
 from raafl.algorithms import scaffold
 from raafl.compression.plan import Compress, CompressionPlan
-from raafl.compression.streams import UplinkCodec
+from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.core import restoring, saving
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update
@@ -227,3 +227,24 @@ def test_what_top_k_leaves_out_of_a_variate_is_sent_once(revision, second):
         wire = client.pack(task(number), update, update)
         stored += server.unpack(task(number), wire, None)["c_i/fc2.weight"][0]
     assert stored.tolist() == [2.0, second]
+
+
+@pytest.mark.parametrize(("revision", "first", "second"), [(6, 0.0, 4.0), (CURRENT, 2.0, 2.0)])
+def test_a_variate_that_top_k_sends_down_is_the_one_to_which_its_change_is_added(revision, first, second):
+    """The server has c_i = 2, the gradient is 2; the client, which has 0, is sent the largest element, of the model.
+
+    By earlier rules it goes on from c_i = 0 and sends 2 - 0, which the server adds to its 2.
+    """
+    submodels = line_state(hidden=2).submodels
+    submodels.rules = Rules(revision)
+    plan = CompressionPlan.of(submodels, Compress(down="top_k", top_k=1e-9), "delta", scaffold().local)
+    server, client = DownlinkCodec(plan), DownlinkCodec(plan)
+    sent = FlatTensors.zeros(plan.payload.layout())
+    for number in (1, 2):  # the first task brings all values
+        wire = server.pack(task(number), sent)
+        received = client.unpack(task(number), wire)["c_i/fc2.bias"].item()
+        server.unpack(task(number), wire)
+        if number == 1:
+            sent["fc2.bias"].fill_(9.0)
+            sent["c_i/fc2.bias"].fill_(2.0)
+    assert (received, 2.0 + (2.0 - received)) == (first, second)

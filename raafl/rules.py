@@ -97,6 +97,8 @@ class Rules:
     """Whether FedPer refuses layers of a client's own that have a parameter in common with shared ones."""
     norms_are_of_changes = _Since(7)
     """Whether limits on norms are refused where a method has no such norm: of masks, of scalars, of gradients without any."""
+    adds_lag = _Since(7)
+    """Whether trained values count from what the server had, not from what top_k had sent of it so far."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

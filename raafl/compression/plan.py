@@ -41,6 +41,8 @@ class CompressionPlan:
     `up`: compressor of tensors from clients; None = no compression.
     `adds_back`: whether clients send differences from the received values, although the merge needs the trained
     values. The server then adds the values that it sent.
+    `adds_lag`: whether clients send trained values that lack what ``down`` has not sent yet, its lag. The server then adds
+    this, too; else a merge would take it back, so that it would never be sent.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class CompressionPlan:
         """Store the payload and the compressors; ``sends`` says whether clients send trained values or their change."""
         self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"
+        lags = sends == "values" and down is not None and down.feeds_back and payload.up_as is None
+        self.adds_lag = lags and self.submodels.rules.adds_lag
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
 
     @classmethod
@@ -130,6 +134,12 @@ class CompressionPlan:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
+    def lagging(self, layout: Layout) -> list[TensorEntry]:
+        """Return those tensors of an update that lack what `down` has not sent yet."""
+        if self.down is None or not self.adds_lag:
+            return []
+        return [entry for entry in self.down.taken(layout) if entry.name in self.submodels.parameter_names]
+
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
         """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are."""
         return self.payload.plan(spec, way)
@@ -198,8 +208,8 @@ class CompressionPlan:
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
             # three sizes: the stored copy of what clients have, the part of it for a submodel, and the new values'
-            # difference from it
-            held += 3 * sent if self.down.feeds_back else 0
+            # difference from it; and what a task lacks of the new values
+            held += (4 if self.adds_lag else 3) * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:
             held += trained

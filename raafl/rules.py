@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 6
+CURRENT: Final = 7
 """Revision of a new run."""
 
 
@@ -89,6 +89,18 @@ class Rules:
     """Whether a client that ran out of memory changes only in that for selects, which else hear that it left and joined."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
+    feeds_back_model = _Since(7)
+    """Whether tensors beside the model that come back as differences are sent whole by top_k, and have no residual."""
+    keeps_roots = _Since(7)
+    """Whether tensors by whose root steps are divided, as Adam's moments, are refused compressors that make them 0."""
+    works_by_base_rate = _Since(7)
+    """Whether FedNova counts a client's work by its optimizer's base learning rate, not by that of its first step."""
+    keeps_ties_whole = _Since(7)
+    """Whether FedPer refuses layers of a client's own that have a parameter in common with shared ones."""
+    norms_are_of_changes = _Since(7)
+    """Whether limits on norms are refused where a method has no such norm: of masks, of scalars, of gradients without any."""
+    adds_lag = _Since(7)
+    """Whether trained values count from what the server had, not from what top_k had sent of it so far."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

@@ -197,7 +197,7 @@ class KeptInner(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        return replace(super().traits, captures=())
+        return replace(super().traits, captures=(), sends_roots=True)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the moments at the start of a task and returns them at its end."""

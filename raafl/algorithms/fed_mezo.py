@@ -383,9 +383,7 @@ class ForwardOnly(WrappedSelect):
 
 def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
     """Compute the number of batches that a client's task has."""
-    epochs, steps = work.num_epochs, work.num_steps
-    if epochs is None and steps is None:
-        epochs, steps = fleet.training.num_epochs, fleet.training.num_steps
+    epochs, steps = fleet.training.length(work)
     return steps if steps is not None else (epochs or 1) * -(-client.num_samples // max(fleet.batch_size, 1))
 
 

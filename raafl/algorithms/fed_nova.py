@@ -11,8 +11,9 @@ a_i holds the weights of the gradients of a client's tau_i steps (section 3.1). 
 Choices that the paper leaves open:
 - Every client makes the steps that `train` and its data, or `submodel`, give it.
 - The client measures ||a_i||_1: it runs its optimizer on one scalar whose gradient is always 1, and divides the distance by the
-  learning rate of the first step. For SGD, momentum and the proximal term this gives the paper's sums, and it covers dampening
-  and learning rate schedules too. Adaptive optimizers are treated as SGD: tau_i.
+  base learning rate, which is the same for all clients: before the module's scheduler and `train.lr_schedule`. For SGD, momentum
+  and the proximal term this gives the paper's sums, and it covers dampening and learning rate schedules too. Adaptive optimizers
+  are treated as SGD: tau_i.
 - Submodels: p_i and tau_eff of an element are over the clients that have it. Running statistics are averaged.
 - A client reports its own ||a_i||_1, and tau_eff multiplies everybody's updates; so a value counts as at most `LIMIT` times the
   lower median of its merge.
@@ -115,8 +116,9 @@ class _Steps(Hook):
 
     def __init__(self, task: Task, prox: float) -> None:
         super().__init__(task)
-        self._prox, self._moved, self._velocity, self._first = prox, 0.0, 0.0, 0.0
+        self._prox, self._moved, self._velocity, self._unit = prox, 0.0, 0.0, 0.0
         self._num = 0
+        self._by_base = task.submodels.rules.works_by_base_rate
 
     def stepped(self) -> None:
         """Step the extra scalar once, with the learning rate, momentum and proximal term of the optimizer.
@@ -130,14 +132,16 @@ class _Steps(Hook):
         gradient = 1.0 - self._prox * self._moved
         damped = gradient * (1.0 - float(options.get("dampening", 0.0))) if self._num else gradient
         self._velocity = rho * self._velocity + damped if rho else gradient
-        self._first = self._first or lr
+        # a scheduler stores the rate from which it begins; of a warm-up the first step's own rate depends on the task's length
+        base = float(options.get("initial_lr") or lr) / (self.task.assignment.lr_scale or 1.0)
+        self._unit = self._unit or (base if self._by_base else lr)
         self._num += 1
         step = gradient + rho * self._velocity if options.get("nesterov") else self._velocity
         self._moved += lr * step
 
     def finish(self) -> dict[str, Any]:
         """Return the local work in units of one plain SGD step; if the learning rate is 0, the number of steps."""
-        return {DONE: self._moved / self._first if self._first else float(self._num)}
+        return {DONE: self._moved / self._unit if self._moved else float(self._num)}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Choices that the paper leaves open:
 - The server stores a client's own layers and sends them with the client's tasks, so that the client may rejoin from anywhere and
   a run replays. They are merged with nobody's and sent to nobody else. If the server may not see them, do not use this method.
 - The head is the last linear layer, which the training step has to use; `layers` names others. Only parameters are personal;
-  running statistics are averaged.
+  running statistics are averaged. A parameter that lies in own and shared layers at once, as a tied head's, is refused.
 - The global model, and a new client, has the own layers' initial values, so the global model's score says little. Each
   client evaluates its own model on its own test part (`partition.test_share`).
 - Submodels: own layers are cut as the submodel is. Empty `layers` give FedAvg, bit for bit.
@@ -111,19 +111,30 @@ class Personal(Wrapped):
         """Return the names of the parameters in the layers that each client keeps for itself."""
         return submodels.cached("own layers", (self.local, self.layers), lambda: self._own(submodels))
 
+    def _head(self, submodels: Submodels) -> tuple[str, ...]:
+        return (linear_in(submodels.module)[0],) if self.layers is None else self.layers
+
     def _own(self, submodels: Submodels) -> frozenset[str]:
-        head = (linear_in(submodels.module)[0],) if self.layers is None else self.layers
+        head = self._head(submodels)
         names = submodels.parameter_names & submodels.layout(part="trained").by_name.keys()
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return an error message for each path in `layers` that does not exist in the model."""
-        names = state.submodels.parameter_names
+        """Return an error message for each path in `layers` that the model lacks, and for each parameter that they would part."""
+        submodels = state.submodels
+        names, head = submodels.parameter_names | submodels.aliases.keys(), self._head(submodels)
         missing = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [
             f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in missing
         ]
-        return super().check(state) + problems
+        trained = submodels.layout(part="trained").by_name
+        torn = [
+            f"layers is {'null' if self.layers is None else list(self.layers)}, and '{alias}' is the same parameter as '{name}', "
+            "of which one is a client's own and the other shared: name both in layers, or neither, or do not tie them"
+            for alias, name in submodels.aliases.items()
+            if name in trained and within(alias, head) != within(name, head)
+        ]
+        return super().check(state) + problems + (torn if submodels.rules.keeps_ties_whole else [])
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return messages for the user, with a warning if no layer is shared, so that each client trains alone."""

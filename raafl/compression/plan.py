@@ -41,6 +41,8 @@ class CompressionPlan:
     `up`: compressor of tensors from clients; None = no compression.
     `adds_back`: whether clients send differences from the received values, although the merge needs the trained
     values. The server then adds the values that it sent.
+    `adds_lag`: whether clients send trained values that lack what ``down`` has not sent yet, its lag. The server then adds
+    this, too; else a merge would take it back, so that it would never be sent.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class CompressionPlan:
         """Store the payload and the compressors; ``sends`` says whether clients send trained values or their change."""
         self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"
+        lags = sends == "values" and down is not None and down.feeds_back and payload.up_as is None
+        self.adds_lag = lags and self.submodels.rules.adds_lag
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
 
     @classmethod
@@ -70,11 +74,20 @@ class CompressionPlan:
         if kinds[0] == "none" and kinds[1] in ("none", "scalars") and not payload.has_bundles:
             return None
         down, up = (compressor(kind, compress.top_k, payload.names) for kind in kinds)
+        if isinstance(down, TopK) and submodels.rules.feeds_back_model:
+            # the server adds the difference that comes back to the values that it has, not to those of an older task
+            back = {name for name in payload.names - submodels.parameter_names if name.partition("/")[0] in local.up}
+            down = replace(down, only=payload.names - back)
         for way, one in (("down", down), ("up", up)):
             if payload.is_resident and one is not None and one.feeds_back:
                 raise BadInput(
                     f"compress.{way} is {kinds[way == 'up']}, which does not work with this algorithm, whose clients "
                     "keep tensors between tasks: give none, bf16 or int8"
+                )
+            if local.traits.sends_roots and isinstance(one, Int8 | TopK) and submodels.rules.keeps_roots:
+                raise BadInput(
+                    f"compress.{way} is {kinds[way == 'up']}, which sends small second moments of an optimizer as 0, and steps are "
+                    "divided by their roots: give none or bf16, or let the optimizer start anew in each task"
                 )
         if local.traits.exact_zeros and isinstance(up, Int8 | TopK) and submodels.rules.keeps_zeros:
             raise BadInput(
@@ -120,6 +133,12 @@ class CompressionPlan:
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
+
+    def lagging(self, layout: Layout) -> list[TensorEntry]:
+        """Return those tensors of an update that lack what `down` has not sent yet."""
+        if self.down is None or not self.adds_lag:
+            return []
+        return [entry for entry in self.down.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
         """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are."""
@@ -189,8 +208,8 @@ class CompressionPlan:
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
             # three sizes: the stored copy of what clients have, the part of it for a submodel, and the new values'
-            # difference from it
-            held += 3 * sent if self.down.feeds_back else 0
+            # difference from it; and what a task lacks of the new values
+            held += (4 if self.adds_lag else 3) * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:
             held += trained

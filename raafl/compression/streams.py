@@ -1,10 +1,12 @@
 """Compress both directions of each client's connection, with error feedback; and both ends of all clients in a simulation.
 
 Down, top_k sends changes: both ends hold a copy of what the client has, which the first tasks fill with whole tensors. What was
-left out is part of the next difference; that is the error feedback. Up, the client adds its residual, what earlier updates
-left out, to each update. Copy and residual live as long as an incarnation of the client: a client that reconnects starts
-without either, so both ends agree whatever was lost between. They are stored in a `ClientState`: an end's own, or, for a
-simulated client, the run's, which is checkpointed.
+left out is part of the next difference; that is the error feedback. Trained values lack it, so the server adds it to them. Up, the
+client adds its residual, what earlier updates left out, to each update. Tensors beside the model, such as SCAFFOLD's variates, have
+no residual: they go up as differences from what has come down, so what was left out is part of the next difference; hence top_k
+sends them down whole. Copy and residual live as long as an incarnation of the client: a client that reconnects starts without
+either, so both ends agree whatever was lost between. They are stored in a `ClientState`: an end's own, or, for a simulated client,
+the run's, which is checkpointed.
 
 A *resident* payload stays on the client between its tasks, so that only the values travel that a task names. The first task of
 an incarnation brings all values, and bundles of zeros.
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from raafl.submodel.tensor_files import PayloadRoom
 
 COPY, RESIDUAL = "compressed copy", "compressed residual"  # keys in `ClientState`
+LAGS = ("compressed lag", "compressed lag of the other task")
+"""Keys of what the client's task lacks of the server's values: with overlap a client has two tasks, which take turns."""
 _MAX_KEPT = 2
 
 
@@ -77,6 +81,12 @@ class _End:
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
         self._next: tuple[Spec, FlatTensors | None] | None = None
+        self._exact: FlatTensors | None = (
+            None  # on the server, from `DownlinkCodec.pack` to `unpack`: values to be sent
+        )
+
+    def _lag(self, assignment: Assignment) -> str:
+        return LAGS[assignment.task % 2]
 
 
 class DownlinkCodec(_End):
@@ -107,6 +117,7 @@ class DownlinkCodec(_End):
             snapshot: values to send.
         """
         one, spec = self._plan.down, assignment.spec
+        self._exact = snapshot if self._plan.adds_lag else None
         if self._resident is not None:
             part = self._resident.layout_sent(assignment)
             snapshot = self._scratch("travelling", part, snapshot.device).take_(snapshot)
@@ -159,7 +170,17 @@ class DownlinkCodec(_End):
             copy = self._kept.of(COPY, self._client, whole, wire.device, fill=math.nan)
             self._plan.plan(spec, "sent").scatter_(copy, out)
         self._next = None
+        if self._exact is not None:
+            self._store_lag(assignment, self._exact, out)
         return out
+
+    def _store_lag(self, assignment: Assignment, exact: FlatTensors, received: FlatTensors) -> None:
+        """Store what the values of a task as received lack of the exact ones, for `UplinkCodec.unpack` on the server."""
+        name, self._exact = self._lag(assignment), None
+        self._kept.forget(name, self._client)
+        lag = self._kept.of(name, self._client, received.layout, received.device)
+        for entry in self._plan.lagging(received.layout):
+            torch.sub(exact.view(entry), received.view(entry), out=lag.view(entry))
 
     def _part(self, assignment: Assignment, wire: FlatTensors) -> FlatTensors:
         """Decode the transferred part of a resident payload; the other part is still stored on the client."""
@@ -236,6 +257,8 @@ class UplinkCodec(_End):
         sent = self._scratch("sent", change.layout, change.device)
         one.decode(wire, sent)
         taken = {entry.name for entry in one.taken(change.layout)}
+        if self._plan.submodels.rules.feeds_back_model:
+            taken &= self._plan.submodels.parameter_names
         for name, tensor in change.items():
             tensor.sub_(sent[name]) if name in taken else tensor.zero_()
         if self.residual is None and not any(bool(buffer.any()) for buffer in change.buffers.values()):
@@ -258,11 +281,18 @@ class UplinkCodec(_End):
             wire = out
         if self._resident is not None:
             out = self._scratch("update", payload.returned(spec), wire.device).zero_().take_(wire)
-        elif one is None:
-            return wire
+        lag = self._kept.find(self._lag(assignment), self._client)
+        self._kept.forget(self._lag(assignment), self._client)
+        if one is None and self._resident is None:
+            if lag is None:
+                return wire
+            out = self._scratch("update", wire.layout, wire.device).copy_(wire)
         if received is not None:
             for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
+        if lag is not None:
+            for entry in self._plan.lagging(out.layout):
+                out.view(entry).add_(lag[entry.name].to(out.device))
         if out.device.type != "meta" and not out.is_finite():  # in a dry run tensors have no values to check
             raise InvalidPayload("non-finite")
         return out
@@ -292,9 +322,8 @@ class CompressedSnapshots(Snapshots):
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
             self._state.memory.of(LastSent).value[client] = [assignment.incarnation, 0]
-            self._state.clients.forget(COPY, client)
-            self._state.clients.forget(RESIDUAL, client)
-            self._state.clients.forget(RESIDENT, client)
+            for name in (COPY, RESIDUAL, RESIDENT, *LAGS):
+                self._state.clients.forget(name, client)
             self._ends.pop(client, None)
         if client not in self._ends:
             where = self._plan, self._scratch, self._state.clients, client
@@ -367,7 +396,7 @@ class CompressedSnapshots(Snapshots):
                 self.refused(assignment)
             return
         update.tensors = update.tensors.to(self._state.values.device)
-        if self._plan.up is None and not self._plan.payload.is_resident:
+        if self._plan.up is None and not (self._plan.payload.is_resident or self._plan.adds_lag):
             return
         (_, up), trained = self._both(assignment), update.tensors
         part = self._travelling(assignment, trained, "trained")

@@ -15,7 +15,7 @@ from raafl.config.options import MODES, distance, seconds
 from raafl.core.options import CAPTURES, FabricOptions, Training
 from raafl.errors import BadInput, installing, nearest, parse_address
 from raafl.plain_yaml import LARGEST, load_untrusted_yaml
-from raafl.rules import CURRENT
+from raafl.rules import CURRENT, Rules
 from raafl.sanitize import is_url, sanitize_text
 from raafl.units import quantity
 
@@ -158,6 +158,9 @@ def problems_of_parts(experiment: Any) -> Iterator[str]:
     shape = experiment.train.lr_schedule
     if shape != "constant" and not experiment.algorithm.local.traits.uses_optimizer:
         yield f"train.lr_schedule is {shape}, but {experiment.algorithm.name} steps without the module's optimizer: leave it out"
+    clip, refuses = experiment.fabric.gradient_clip_val, Rules(experiment.rules).norms_are_of_changes
+    if clip is not None and not experiment.algorithm.local.traits.uses_optimizer and refuses:
+        yield f"fabric.gradient_clip_val is {clip:g}, but {experiment.algorithm.name} trains without gradients: leave it out"
     if experiment.overlap and (why := overlap_problem(experiment.algorithm)) is not None:
         yield f"overlap is true, but {why}: leave it out, or choose fed_async or fed_buff"
     if experiment.overlap and experiment.secure_aggregation.is_on:

@@ -94,6 +94,7 @@ class Traits:
             None = its steps cannot be captured as a CUDA graph, for example since they read values of tensors.
         steps_ahead: number of first steps of a task that need no received values, and so may run before it arrives.
         exact_zeros: whether the merge reads from an update which elements a task has left alone: those that are 0.
+        sends_roots: whether bundles hold numbers by whose root steps are divided, so that none may become 0 on its way.
     """
 
     proven_as_trained: bool = True
@@ -106,6 +107,7 @@ class Traits:
     captures: tuple[str, ...] | None = None
     steps_ahead: int = 0
     exact_zeros: bool = False
+    sends_roots: bool = False
 
 
 @dataclass(frozen=True)

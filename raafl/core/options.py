@@ -106,6 +106,13 @@ class Training:
         left = (1 + math.cos(math.pi * share)) / 2 if self.lr_schedule == "cosine" else 1 - share
         return self.lr_final + (1 - self.lr_final) * left
 
+    def length(self, work: Amount) -> tuple[int | None, int | None]:
+        """Return the number of epochs and the number of batches of a task, one of which is None; ``work`` may override them."""
+        epochs, steps = work.num_epochs, work.num_steps
+        if epochs is None and steps is None:
+            epochs, steps = self.num_epochs, self.num_steps
+        return (epochs, None) if steps is None else (None, steps)
+
     def trained_samples(self, work: Amount, num_samples: int, batch_size: int, drop_last: bool) -> int:
         """Return the number of samples that a task trains on, as the client's batches have them.
 
@@ -116,9 +123,7 @@ class Training:
             batch_size: local batch size.
             drop_last: whether an epoch drops its last batch if it is smaller than the others and not the only one.
         """
-        epochs, steps = work.num_epochs, work.num_steps
-        if epochs is None and steps is None:
-            epochs, steps = self.num_epochs, self.num_steps
+        epochs, steps = self.length(work)
         if steps is None:
             steps = (epochs or 1) * batches_of_epoch(num_samples, batch_size, drop_last)
         return samples_of(steps, num_samples, batch_size, drop_last)
@@ -134,11 +139,8 @@ class Training:
             num_samples: number of training samples of the client.
             batch_size: local batch size.
         """
-        steps = work.num_steps if work.num_steps is not None else self.num_steps
-        if steps is not None and work.num_epochs is None:
-            return steps * min(batch_size, num_samples)
-        epochs = work.num_epochs if work.num_epochs is not None else self.num_epochs
-        return (epochs or 1) * num_samples
+        epochs, steps = self.length(work)
+        return (epochs or 1) * num_samples if steps is None else steps * min(batch_size, num_samples)
 
 
 Combine = Literal["mean", "trimmed_mean", "median", "centred_clip"]

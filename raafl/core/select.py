@@ -204,8 +204,7 @@ class SelectContext:
             assignment: assignment of the task.
             seconds: measured time of the task.
         """
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        predicted_s = self.cost_s(client, work)
+        predicted_s = self.cost_s(client, assignment)
         if predicted_s <= 0 or seconds <= 0:
             return None
         ratio = seconds / predicted_s
@@ -224,7 +223,7 @@ class SelectContext:
         """
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
-    def cost_s(self, client: ClientInfo, work: Work) -> float:
+    def cost_s(self, client: ClientInfo, work: Work | Assignment) -> float:
         """Predict the seconds that ``client`` needs for ``work`` in total; the papers' c(n, j) for client n, submodel j."""
         return self.task_time(client, work).total_s
 

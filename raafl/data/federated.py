@@ -272,7 +272,7 @@ class FederatedData:
         self._fetch, self._gathers = fetcher(self._dataset, self._collate)
         self._owned = self._owned_by(self._dataset, self._collate)
         self.measured = ""
-        self._validation = partition.validation_rows(_length(self._dataset), seed)
+        self._validation = partition.validation_rows(len(self._dataset), seed)
         rows, sizes = self._split(partition, num_clients, seed)
         self._parts, self._test_parts = _Parts(rows, sizes), _Parts(rows[:0], [0] * num_clients)
         if partition.test_share:
@@ -291,7 +291,7 @@ class FederatedData:
         """
         from raafl.data.labels import Columns
 
-        rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
+        rows = np.setdiff1d(np.arange(len(self._dataset)), self._validation.numpy())
         labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
         # a Subset hides columns of the data set, from which labels are read fast, so only wrap if rows are left out
         dataset = Subset(self._dataset, rows.tolist()) if len(self._validation) else self._dataset
@@ -371,7 +371,7 @@ class FederatedData:
 
     def tokens_per_sample(self) -> float | None:
         """Return the mean number of tokens of the first training samples of a language model; None for other models."""
-        num = min(_TOKENS_OF, _length(self._dataset))
+        num = min(_TOKENS_OF, len(self._dataset))
         with undisturbed():
             if tokens_in(self.example_batch()) is None:
                 return None
@@ -379,7 +379,7 @@ class FederatedData:
 
     def example_batch(self, n: int = 2) -> Any:
         """Return the first ``n`` samples of the training set as one batch."""
-        return self.fetch(torch.arange(min(n, _length(self._dataset))))
+        return self.fetch(torch.arange(min(n, len(self._dataset))))
 
     def fetch(self, rows: torch.Tensor) -> Any:
         """Return the given rows of the training set as one batch."""
@@ -435,7 +435,7 @@ class FederatedData:
     def _in_order(self, found: Loader) -> InOrder:
         """Make a reader that gives the batches of an evaluation loader in order; a small data set is stored in memory."""
         fetch, is_fast = fetcher(found.dataset, found.collate)
-        num_samples = _length(found.dataset)
+        num_samples = len(found.dataset)
         tensors = None
         if is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES:
             tensors = fetch(torch.arange(num_samples))
@@ -468,7 +468,7 @@ class FederatedData:
 
     def _some_of_training(self) -> Loader:
         """Make a loader of evenly spaced training samples, for data modules without test set; add a note about that."""
-        length = _length(self._dataset)
+        length = len(self._dataset)
         num = min(length, _MOST_MEASURED)
         self.notes.append(
             f"{type(self.datamodule).__name__} has no test or validation set: the global model is measured on "
@@ -494,10 +494,6 @@ def tokens_in(batch: object) -> int | None:
             return None
     assert isinstance(tokens, torch.Tensor)
     return int((mask != 0).sum()) if isinstance(mask, torch.Tensor) else tokens.numel()
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset)
 
 
 def _num_bytes(fetch: Fetch, num_samples: int) -> int:

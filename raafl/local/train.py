@@ -186,19 +186,12 @@ class LocalTrainer:
         update.metrics, update.refusal = metrics | read, None if is_finite else "non-finite"
         return update
 
-    def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
-        """Return the number of epochs and the number of steps of a task, one of which is None."""
-        epochs, steps = assignment.num_epochs, assignment.num_steps
-        if epochs is None and steps is None:
-            epochs, steps = self.training.num_epochs, self.training.num_steps
-        return (epochs, None) if steps is None else (None, steps)
-
     def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
         """Set a task's length in the object that stands in for the module's Lightning Trainer.
 
         Call it before `TrainableSubmodel.reset`, which rebuilds an optimizer or scheduler that reads this length.
         """
-        epochs, steps = self.length(assignment)
+        epochs, steps = self.training.length(assignment)
         per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
         num_whole, rest = divmod(steps or 0, per_epoch) if epochs is None else (epochs, 0)
         num_steps = num_whole * math.ceil(per_epoch / accumulate) + math.ceil(rest / accumulate)
@@ -291,7 +284,7 @@ class TaskSteps:
     def __init__(self, trainer: LocalTrainer, task: PreparedTask) -> None:
         self._trainer, self._task = trainer, task
         self._built, self._context, self._scaler = task.built, task.context, trainer.scaler
-        self._epochs, self._steps = trainer.length(task.assignment)
+        self._epochs, self._steps = trainer.training.length(task.assignment)
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0

@@ -364,7 +364,7 @@ class OverlappedSession(SessionExtension):
     def __init__(self, session: SessionProtocol) -> None:
         super().__init__(session)
         self._other_scratch = Scratch(session.setup.terms.storage)
-        self._other_up = UplinkCodec(session.plan, self._other_scratch)
+        self._other_up = UplinkCodec(session.plan, self._other_scratch, session.client_state)
 
     def before(self, task: Task, message: Assign, values: FlatTensors) -> tuple[Assign, FlatTensors]:
         """Let the client know that its next task may come while it sends."""

@@ -250,7 +250,7 @@ class SiteGate(Gate):
         """Refuse a task outside the site's hours, beyond its byte limit, or with too few samples."""
         self._check_hours()
         self._check_bytes(assignment)
-        epochs, steps = self._trainer.length(assignment)
+        epochs, steps = self._trainer.training.length(assignment)
         per_epoch = self._data.num_batches(self._trainer.training.batch_size)
         self._check_samples(per_epoch * (epochs or 1) if steps is None else steps)
         self._check_budget()

@@ -7,6 +7,7 @@ import torch
 
 from raafl.algorithms import ALGORITHMS, diloco, fed_avg
 from raafl.algorithms.diloco import HeLoCo
+from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Training
 from raafl.core.options import Compress
 from raafl.core.snapshots import Snapshots
@@ -16,6 +17,7 @@ from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
 from raafl.parts.merge.nesterov import NesterovMemory
+from raafl.rules import Rules
 from raafl.runfolder import checkpoint_reader
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state, values_of
@@ -136,6 +138,21 @@ def test_int8_up_and_bf16_down_weigh_what_the_formula_says(tmp_path):
     # a scale of 4 bytes for each of the 24 rows of 64, one for each other tensor
     num, scales = 64 * 24 + 24 + 24 * 10 + 10, 24 + 3
     assert run.summary["bytes_down"] == 8 * 2 * num and run.summary["bytes_up"] == 8 * (num + 4 * scales)
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+@pytest.mark.parametrize("kind", ["int8", "top_k"])
+def test_compressors_that_send_small_moments_as_0_are_refused_where_they_travel(way, kind):
+    """A second moment of 1e-6 beside one of 1 is below int8's step of 1/127: sent as 0, it makes a step lr m / 1e-8."""
+    submodels, wanted, kept = line_state().submodels, Compress(**{way: kind}), diloco(inner_state="kept")
+    with pytest.raises(
+        BadInput, match=f"compress.{way} is {kind}, which sends small second moments of an optimizer as 0"
+    ):
+        CompressionPlan.of(submodels, wanted, "delta", kept.local)
+    assert CompressionPlan.of(submodels, Compress(**{way: "bf16"}), "delta", kept.local) is not None
+    assert CompressionPlan.of(submodels, wanted, "delta", diloco().local) is not None
+    submodels.rules = Rules(6)  # an older run folder replays
+    assert CompressionPlan.of(submodels, wanted, "delta", kept.local) is not None
 
 
 # ---- the inner optimizer ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from raafl.algorithms.fed_mezo import (
 from raafl.compression.plan import Compress, CompressionPlan
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.local import SkippedBatch
+from raafl.core.options import FabricOptions
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
 from raafl.data import Digits, FederatedData, Iid
@@ -248,6 +250,15 @@ def test_there_is_nothing_to_compress_on_the_way_up(tmp_path):
     submodels = Submodels(small_mlp())
     assert CompressionPlan.of(submodels, Compress(), "values", ZerothOrder()) is None
     assert CompressionPlan.of(submodels, Compress("bf16"), "values", ZerothOrder()).up is None
+
+
+def test_gradients_that_there_are_none_of_are_not_clipped(tmp_path):
+    made = experiment(tmp_path / "run", fed_mezo(), fabric=FabricOptions(gradient_clip_val=0.5))
+    with pytest.raises(
+        BadInput, match=r"gradient_clip_val is 0\.5, but fed_mezo trains without gradients: leave it out"
+    ):
+        made.check()
+    replace(made, rules=6).check()  # an older run folder replays
 
 
 def test_what_is_frozen_is_not_perturbed():

@@ -37,6 +37,26 @@ def test_dampening_counts_from_the_second_step():
     assert update.extra == {"done": 2.375}
 
 
+class WarmedUpSlope(Slope):
+    """`Slope` whose learning rate rises from 0 to 1/2 during the task."""
+
+    def configure_optimizers(self):
+        optimizer, num = super().configure_optimizers(), self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / num)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(("steps", "rates"), [(2, 0 + 1 / 2), (4, 0 + 1 / 4 + 1 / 2 + 3 / 4)])
+@pytest.mark.parametrize("lr_scale", [1.0, 0.5])
+def test_work_is_counted_in_steps_at_the_rate_that_all_clients_share(steps, rates, lr_scale):
+    """The weights a_i of the gradients are the rates over 1/2: 0, 1/2, or 0, 1/4, 1/2, 3/4; half of that at half of the rate.
+
+    In units of the first step that moves, 1/2 and 1/4 of the rate, they would be 1 and 6: d_i would weigh half as much.
+    """
+    _, update = task_of(fed_nova(), WarmedUpSlope(), {"line.weight": whole(8.0)}, steps, lr_scale=lr_scale)
+    assert update.extra == {"done": pytest.approx(rates * lr_scale)}
+
+
 def test_a_round_of_the_server():
     """d = 6 / 3 and 2 / 1, p = 1/4 and 3/4, tau_eff = 3/4 + 3/4 = 1.5: 1.5 (2 / 4 + 2 * 3 / 4) = 3. FedAvg would come to 3, too:
 

@@ -8,7 +8,10 @@ from torch import nn
 
 from raafl.algorithms import fed_per
 from raafl.core.snapshots import Snapshots
+from raafl.core.state import GlobalState
 from raafl.errors import BadInput
+from raafl.rules import Rules
+from raafl.submodel import Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
 from tests.helpers.single_task import Slope, give
 
@@ -64,3 +67,37 @@ def test_paths_that_are_not_there_and_nothing_shared_are_said():
     assert "no layer is shared" in fed_per(layers=["fc1", "fc2"]).merge.notes(state, 2)[0]
     with pytest.raises(BadInput, match="local is 'tail'"):
         fed_per("tail")
+
+
+class TiedEnds(Slope):
+    """The last linear layer has the weight of the first, as in language models, and a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.middle, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1), nn.Linear(1, 1)
+        self.head.weight = self.line.weight
+
+
+@pytest.mark.parametrize(
+    ("layers", "own"),
+    [
+        (None, None),  # the head's bias alone would be a client's own
+        (["head"], None),
+        (["line"], None),
+        (["line", "head"], {"line.weight", "head.bias"}),
+        (["head.bias", "middle"], {"head.bias", "middle.weight", "middle.bias"}),
+    ],
+)
+def test_a_parameter_is_either_a_clients_own_or_shared_in_all_its_places(layers, own):
+    submodels = Submodels(TiedEnds(), (torch.ones(2, 1), torch.ones(2, 1)))
+    state = GlobalState(submodels, submodels.state(TiedEnds()))
+    merge = fed_per(layers=layers).merge
+    if own is None:
+        refused = (
+            f"layers is {layers or 'null'}, and 'head.weight' is the same parameter as 'line.weight', of which one is"
+        )
+        assert [problem[: len(refused)] for problem in merge.check(state)] == [refused]
+    else:
+        assert (merge.check(state), merge.own(submodels)) == ([], own)
+    submodels.rules = Rules(6)  # an older run folder replays
+    assert merge.check(state) == []

@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from raafl.algorithms import scaffold
-from raafl.compression.plan import Compress
+from raafl.compression.plan import Compress, CompressionPlan
+from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.core import restoring, saving
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
 from raafl.parts.merge.variates import _VariatesMemory
 from raafl.parts.select.rate_select import RateSelect
-from raafl.submodel import FULL, Spec
+from raafl.rules import CURRENT, Rules
+from raafl.submodel import FULL, FlatTensors, Spec
+from tests.compression.ends import task
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
 from tests.helpers.merges import merge_all, take
 from tests.helpers.single_task import SkippingSlope, Slope, give, task_of, whole
@@ -206,3 +209,42 @@ def test_variates_are_compressed_and_counted_as_the_model_is(tmp_path, compress)
     for row in run.rows():
         down, up = int(row["bytes_down"]) / model, int(row["bytes_up"]) / model
         assert (down, up) == (3, 2) if compress == Compress() else (0.75 < down < 1 and up < 0.5)
+
+
+@pytest.mark.parametrize(("revision", "second"), [(6, 2.0), (CURRENT, 1.0)])
+def test_what_top_k_leaves_out_of_a_variate_is_sent_once(revision, second):
+    """One element travels, of g - c_i for g = (2, 1): c_i = (2, 0), then (2, 1).
+
+    By earlier rules the second task adds the 1 that the first has left out to the 1 of g - c_i: c_i = (2, 2).
+    """
+    submodels = line_state(hidden=2).submodels
+    submodels.rules = Rules(revision)
+    plan = CompressionPlan.of(submodels, Compress(up="top_k", top_k=1e-9), "delta", scaffold().local)
+    client, server, stored = UplinkCodec(plan), UplinkCodec(plan), torch.zeros(2)
+    for number in (1, 2):
+        update = FlatTensors.zeros(plan.payload.layout(way="trained"))
+        update["c_i/fc2.weight"][0] = torch.tensor([2.0, 1.0]) - stored
+        wire = client.pack(task(number), update, update)
+        stored += server.unpack(task(number), wire, None)["c_i/fc2.weight"][0]
+    assert stored.tolist() == [2.0, second]
+
+
+@pytest.mark.parametrize(("revision", "first", "second"), [(6, 0.0, 4.0), (CURRENT, 2.0, 2.0)])
+def test_a_variate_that_top_k_sends_down_is_the_one_to_which_its_change_is_added(revision, first, second):
+    """The server has c_i = 2, the gradient is 2; the client, which has 0, is sent the largest element, of the model.
+
+    By earlier rules it goes on from c_i = 0 and sends 2 - 0, which the server adds to its 2.
+    """
+    submodels = line_state(hidden=2).submodels
+    submodels.rules = Rules(revision)
+    plan = CompressionPlan.of(submodels, Compress(down="top_k", top_k=1e-9), "delta", scaffold().local)
+    server, client = DownlinkCodec(plan), DownlinkCodec(plan)
+    sent = FlatTensors.zeros(plan.payload.layout())
+    for number in (1, 2):  # the first task brings all values
+        wire = server.pack(task(number), sent)
+        received = client.unpack(task(number), wire)["c_i/fc2.bias"].item()
+        server.unpack(task(number), wire)
+        if number == 1:
+            sent["fc2.bias"].fill_(9.0)
+            sent["c_i/fc2.bias"].fill_(2.0)
+    assert (received, 2.0 + (2.0 - received)) == (first, second)

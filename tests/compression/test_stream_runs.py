@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from raafl.algorithms import fed_avg, fed_buff
+from raafl.algorithms import diloco, fed_avg, fed_buff
 from raafl.compression.plan import Compress, CompressionPlan, TopK
 from raafl.compression.streams import UplinkCodec
 from raafl.config.options import Timeouts
@@ -25,6 +25,8 @@ from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.protect.privacy import Privacy
+from raafl.rules import CURRENT
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.client.worker import Client, ClientExtension, TaskRefused
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.replay import replay
@@ -218,3 +220,16 @@ def test_what_is_wrong_is_found_before_the_run(tmp_path):
         simulated("--config", CONFIG, "--compress.down=int4", f"--output={tmp_path / 'run'}")
     made = CompressionPlan.of(model(), Compress(), "values", Masks())
     assert made is not None and not made.adds_back and made.layout(FULL, "trained").num_bytes == 2 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize(("revision", "is_same"), [(6, False), (CURRENT, True)])
+def test_of_values_and_of_differences_top_k_down_makes_the_same_model(tmp_path, revision, is_same):
+    """In rounds the mean of x + d_n is x plus the mean of d_n, whatever part of x the clients have.
+
+    By earlier rules a client's values lacked what top_k had left out, which a mean of values took back.
+    """
+    fields = {"compress": Compress("top_k", "none", 0.1), "max_updates": 40, "rules": revision}
+    methods = {"values": fed_avg(by_samples=False), "differences": diloco(outer_lr=1.0, outer_momentum=0.0)}
+    runs = [finish(experiment(tmp_path / name, one, **fields)) for name, one in methods.items()]
+    values, others = (checkpoint_reader.load(run.folder).values for run in runs)
+    assert all(torch.allclose(tensor, others[name], atol=1e-5) for name, tensor in values.items()) == is_same

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Merge
+from dataclasses import replace
+
+from raafl.core.algorithm import Algorithm, Merge
 from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.types import Update
+from raafl.parts.protect.assembly import Bounded
 from raafl.submodel import FULL, Spec
 
 
@@ -18,3 +21,8 @@ def merge_all(merge: Merge, state: GlobalState) -> GlobalState:
     merge.apply(state)
     state.waiting.clear()
     return state
+
+
+def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
+    """Return ``algorithm`` with a merge that refuses updates whose norm is more than this multiple of the usual one."""
+    return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from lightning import LightningModule
 from torch import nn
@@ -57,7 +59,9 @@ def small_with_adam() -> WithAdam:
     return WithAdam(64, (16,), 10)
 
 
-def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: int, y: float = 4.0) -> tuple:
+def task_of(
+    algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: int, y: float = 4.0, lr_scale: float = 1.0
+) -> tuple:
     """Train on one sample (1, y); return the tensors that the client sends, and the update.
 
     `sent`: tensors that the client receives, by name; those of a bundle as BUNDLE/NAME.
@@ -68,6 +72,7 @@ def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: 
     layout = algorithm.local.payload(submodels).layout()
     received = FlatTensors.from_named({name: torch.as_tensor(value) for name, value in sent.items()}, layout)
     (assignment,) = assigned(join(coordinator_for(algorithm), [1])).values()
+    assignment = replace(assignment, lr_scale=lr_scale)
     data = ClientData(TensorDataset(torch.ones(1, 1), torch.full((1, 1), y)), torch.arange(1), batch_size=1)
     update = trainer.run(assignment, received, data)
     return {name: tensor.clone() for name, tensor in update.tensors.items()}, update

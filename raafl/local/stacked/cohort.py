@@ -323,7 +323,7 @@ class CohortTrainer:
         return Trained(trainer, steps, masking.left)
 
     def _num_batches(self, task: Member) -> int:
-        epochs, steps = self._trainer.length(task.assignment)
+        epochs, steps = self._trainer.training.length(task.assignment)
         return steps or task.data.num_batches(self._trainer.training.batch_size) * (epochs or 1)
 
     def _get(self, spec: Spec) -> tuple[TrainableSubmodel, list[Place]]:

@@ -237,7 +237,7 @@ class Steps:
 
     def _batches(self) -> Iterator[Batch]:
         generators = [torch.Generator().manual_seed(member.assignment.seed) for member in self.members]
-        lengths = [self.trainer.length(member.assignment) for member in self.members]
+        lengths = [self.trainer.training.length(member.assignment) for member in self.members]
         data = [member.data for member in self.members]
         return batches(data, generators, lengths, self.counts, self.trainer.training.batch_size, self._fetch_of)
 

@@ -55,7 +55,8 @@ def sound(algorithm: Algorithm, submodels: Submodels, max_norm_ratio: float | No
     From the inside: pooled statistics of batch norm; conversion of half-precision updates; and the limit on the norm of an
     update, which is checked before anything else.
     """
-    return bounded(widened(pooled(algorithm, submodels), submodels), max_norm_ratio)
+    algorithm = widened(pooled(algorithm, submodels), submodels)
+    return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
 
 
 def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
@@ -76,14 +77,6 @@ def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
     from raafl.parts.merge.wide import WideMerge, WideSubmodels
 
     return replace(algorithm, merge=WideMerge(algorithm.merge, WideSubmodels(submodels)))
-
-
-def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
-    """Return ``algorithm`` with a merge whose result is always finite, whatever clients send; see `Bounded`.
-
-    `max_norm_ratio`: multiple of the usual norm above which an update is refused; None = no bound.
-    """
-    return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
 
 
 # Refuse updates that are finite but would ruin the model: huge norms, and merges that overflow. Wraps every merge.

@@ -105,6 +105,7 @@ class NormFilter(Wrapped):
         clip_norm: norm C to which changes are clipped; None = no clipping.
         outlier: multiple of the median above which an update is refused; None = refuse none.
         warm_up: number of accepted updates of a size class before others are refused.
+        misfit: error message if updates of the method have no such norm; None = they have.
     """
 
     merges_means: ClassVar[bool] = True
@@ -112,6 +113,12 @@ class NormFilter(Wrapped):
     clip_norm: float | None
     outlier: float | None
     warm_up: int
+    misfit: str | None = field(default=None, repr=False)
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return the wrapped merge's problems, and one if updates of the method have no norm that could be limited."""
+        refuses = self.misfit is not None and state.submodels.rules.norms_are_of_changes
+        return [*super().check(state), *([self.misfit] if refuses and self.misfit else [])]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "outlier" for a norm far above the usual ones, else the wrapped merge's reason to refuse the update."""
@@ -484,5 +491,22 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
         is_centred = guard.combine == "centred_clip"
         merge = Centred(merge, guard.radius) if is_centred else CoordinateWise(merge, guard.combine, guard.trim)
     if guard.clip_norm is not None or guard.outlier is not None:
-        merge = NormFilter(merge, guard.clip_norm, guard.outlier, guard.warm_up)
+        merge = NormFilter(merge, guard.clip_norm, guard.outlier, guard.warm_up, _misfit(algorithm, guard))
     return replace(algorithm, merge=merge)
+
+
+def _misfit(algorithm: Algorithm, guard: Guard) -> str | None:
+    """Return an error message if updates of a method are no changes of the model, whose norms could be limited; else None."""
+    form = algorithm.local.traits.up_as
+    if form == "scalars":
+        name = "outlier" if guard.clip_norm is None else "clip_norm"
+        return (
+            f"guard.{name} is {getattr(guard, name):g}, but updates of {algorithm.name} are numbers, not changes of the model "
+            f"with a norm: leave guard.{name} out, since guard.max_norm_ratio refuses numbers that are too large"
+        )
+    if form == "bits" and guard.clip_norm is not None:
+        return (
+            f"guard.clip_norm is {guard.clip_norm:g}, but updates of {algorithm.name} are masks of 0 and 1, which cannot be scaled "
+            "down: leave guard.clip_norm out"
+        )
+    return None

@@ -355,8 +355,9 @@ class SessionProtocol:
         self.plan = setup.plan or CompressionPlan(Payload(setup.submodels))
         storage = setup.terms.storage
         self.scratch = Scratch(storage)
-        self.down = DownlinkCodec(self.plan, Scratch(storage), ClientState(storage))
-        self.up = UplinkCodec(self.plan, self.scratch)
+        self.client_state = ClientState(storage)
+        self.down = DownlinkCodec(self.plan, Scratch(storage), self.client_state)
+        self.up = UplinkCodec(self.plan, self.scratch, self.client_state)
         self.out: Assignment | None = None
         self.welcomed, self._num_samples, self._below, self._num_damaged = False, 0, 0, 0
         self._known = known or ClientInfo(client, 0)

@@ -14,7 +14,7 @@ from raafl.core.types import Arrived, Suspend, Update
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.protect.assembly import Bounded, BoundedMemory, bounded
+from raafl.parts.protect.assembly import Bounded, BoundedMemory
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (
     EXAMPLE,
@@ -29,7 +29,7 @@ from tests.helpers.coordinators import (
     update_for,
     values_of,
 )
-from tests.helpers.merges import merge_all, take
+from tests.helpers.merges import bounded, merge_all, take
 
 TOP = Spec.select({"hidden": range(0, 2)})
 MOST = torch.finfo(torch.float32).max

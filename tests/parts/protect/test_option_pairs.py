@@ -21,14 +21,14 @@ from raafl.core.options import Compress, Guard, Privacy, Rounds, SecureAggregati
 from raafl.core.state import GlobalState, Memory
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
-from raafl.parts.protect.assembly import bounded, widened, with_options
+from raafl.parts.protect.assembly import widened, with_options
 from raafl.parts.protect.privacy import PrivacyMemory, epsilon
 from raafl.parts.protect.robust import CentredMemory, Copies
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line, filled
 from tests.helpers.crash import crash
-from tests.helpers.merges import merge_all, take
+from tests.helpers.merges import bounded, merge_all, take
 from tests.helpers.small_runs import experiment, finish
 
 BUDGET = 3.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_mezo, fed_opt, fed_pm, fed_raa
 from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -384,3 +384,22 @@ def test_the_answer_in_words():
         "norms clipped to 1, outliers above 3 x median refused, then coordinate-wise mean without 20% at each end, "
         "then coverage mean, weighted by samples"
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "guard", "refused"),
+    [
+        (fed_mezo(), Guard(clip_norm=1.0), "guard.clip_norm is 1, but updates of fed_mezo are numbers"),
+        (fed_mezo(), Guard(outlier=3.0), "guard.outlier is 3, but updates of fed_mezo are numbers"),
+        (fed_pm(), Guard(clip_norm=1.0, outlier=3.0), "guard.clip_norm is 1, but updates of fed_pm are masks"),
+        (fed_pm(), Guard(outlier=3.0), None),
+        (fed_avg(), Guard(clip_norm=1.0, outlier=3.0), None),
+    ],
+)
+def test_updates_that_are_no_change_of_the_model_have_no_norm_to_limit(algorithm, guard, refused):
+    """fed_mezo's have no tensors, whose norm is 0; fed_pm's 0 and 1 would be drawn towards weights of half of sigma."""
+    state = line_state()
+    merge = guarded(algorithm, guard).merge
+    assert [problem[: len(refused or "")] for problem in merge.check(state)] == ([refused] if refused else [])
+    state.submodels.rules = Rules(6)  # an older run folder replays
+    assert merge.check(state) == []

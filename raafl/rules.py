@@ -85,8 +85,6 @@ class Rules:
     """Whether updates whose zeros count, as of FIARSE's elements, are refused compressors that make more of them."""
     follows_memory = _Since(6)
     """Whether PruneFL's whole rounds, and TimelyFL's fixed workload, follow the memory of a client that has changed."""
-    changes_memory_alone = _Since(6)
-    """Whether a client that ran out of memory changes only in that for selects, which else hear that it left and joined."""
     moves_waiting_statistics = _Since(6)
     """Whether FedCompass compares running statistics with those at the merge, not with those at the update's arrival."""
     feeds_back_model = _Since(7)
@@ -99,6 +97,8 @@ class Rules:
     """Whether FedPer refuses layers of a client's own that have a parameter in common with shared ones."""
     norms_are_of_changes = _Since(7)
     """Whether limits on norms are refused where a method has no such norm: of masks, of scalars, of gradients without any."""
+    changes_memory_alone = _Since(7)
+    """Whether a client that ran out of memory changes only in that for selects, which else hear that it left and joined."""
     adds_lag = _Since(7)
     """Whether trained values count from what the server had, not from what top_k had sent of it so far."""
 

@@ -81,9 +81,7 @@ class _End:
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
         self._next: tuple[Spec, FlatTensors | None] | None = None
-        self._exact: FlatTensors | None = (
-            None  # on the server, from `DownlinkCodec.pack` to `unpack`: values to be sent
-        )
+        self._exact: FlatTensors | None = None  # values to be sent, on the server from `DownlinkCodec.pack` to `unpack`
 
     def _lag(self, assignment: Assignment) -> str:
         return LAGS[assignment.task % 2]

@@ -42,7 +42,8 @@ PROTECTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", each_method(parts=["merge"]))
+# the updates of those left out are no changes, whose norms could be limited
+@pytest.mark.parametrize("name", each_method(but=["fed_mezo", "fed_pm"], parts=["merge"]))
 def test_bounds_that_nothing_reaches_change_no_bit(tmp_path, name):
     plain = finish(experiment(tmp_path / "plain", name))
     guard = Guard(clip_norm=INF, outlier=INF, warm_up=1)

@@ -14,7 +14,6 @@ from raafl.core.state import GlobalState
 from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Sending, Update
 from raafl.parts import RateSelect
 from raafl.parts.merge.low_rank import LoraMemory
-from raafl.parts.protect.assembly import bounded
 from raafl.runtime.executors.base import unanswered
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for
@@ -37,6 +36,7 @@ from tests.helpers.lora_merge import (
     trained,
     weight,
 )
+from tests.helpers.merges import bounded
 
 # ---- rounds: the mean of B A ----
 

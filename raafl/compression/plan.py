@@ -130,15 +130,15 @@ class CompressionPlan:
         The compressor needs trained minus received values, but the merge needs the trained values; so the server adds
         what it sent.
         """
-        if self.up is None or not self.adds_back:
-            return []
-        return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
+        return self._taken_parameters(self.up, layout) if self.adds_back else []
 
     def lagging(self, layout: Layout) -> list[TensorEntry]:
         """Return those tensors of an update that lack what `down` has not sent yet."""
-        if self.down is None or not self.adds_lag:
-            return []
-        return [entry for entry in self.down.taken(layout) if entry.name in self.submodels.parameter_names]
+        return self._taken_parameters(self.down, layout) if self.adds_lag else []
+
+    def _taken_parameters(self, one: Compressor | None, layout: Layout) -> list[TensorEntry]:
+        taken = () if one is None else one.taken(layout)
+        return [entry for entry in taken if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
         """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are."""

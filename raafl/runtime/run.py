@@ -358,11 +358,11 @@ def simulate(
     """
     from raafl.runtime.simulation import Simulation
 
-    with ALONE:
+    with ALONE, ExitStack() as stack:
         experiment.check()
-    if experiment.subfederation.is_on or experiment.subfederations.number is not None:
-        raise BadInput(NO_SERVER_ABOVE)
-    with ALONE, opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
+        if experiment.subfederation.is_on or experiment.subfederations.number is not None:
+            raise BadInput(NO_SERVER_ABOVE)
+        saved = stack.enter_context(opened(experiment.resume, "simulated"))
         if saved is not None:
             saved.check_mode(experiment)
         parts = build(experiment, pace=False)

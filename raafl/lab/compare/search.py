@@ -25,8 +25,6 @@ _NO_BUDGET = (
     "search.{0} needs a budget, and trials of row '{1}' end by a target alone: give --max_updates or --max_time in "
     "search.options, or leave {0} out"
 )
-
-
 NO_RANK = (math.inf, math.inf)  # of a trial with a run that failed
 
 
@@ -103,6 +101,7 @@ def run_trials(
         RunFailed: a run was interrupted from outside, or all trials of a row failed, for example by diverging.
     """
     going = {label: list(some) for label, some in trials.items()}
+    by_end = search if search.target is None else replace(search, target=None)
     fractions = rungs(search.halving)
     for fraction in fractions:
         asked = [run.part(fraction) for some in going.values() for trial in some for run in trial.runs]
@@ -117,7 +116,7 @@ def run_trials(
             for trial in some:
                 trial.fraction = fraction
                 trial.scores = scores_of(trial, outcomes, comparison, search)
-                trial.finals = scores_of(trial, outcomes, comparison, replace(search, target=None))
+                trial.finals = trial.scores if by_end is search else scores_of(trial, outcomes, comparison, by_end)
         for label, some in going.items():
             # a stable sort: of equal trials the first in the search's order wins
             some.sort(key=lambda trial: trial.rank(comparison, search))

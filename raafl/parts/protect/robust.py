@@ -117,8 +117,10 @@ class NormFilter(Wrapped):
 
     def check(self, state: GlobalState) -> list[str]:
         """Return the wrapped merge's problems, and one if updates of the method have no norm that could be limited."""
-        refuses = self.misfit is not None and state.submodels.rules.norms_are_of_changes
-        return [*super().check(state), *([self.misfit] if refuses and self.misfit else [])]
+        problems = super().check(state)
+        if self.misfit is not None and state.submodels.rules.norms_are_of_changes:
+            problems = [*problems, self.misfit]
+        return problems
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "outlier" for a norm far above the usual ones, else the wrapped merge's reason to refuse the update."""

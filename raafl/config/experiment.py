@@ -262,8 +262,8 @@ class Experiment:
     )
     resume: str | None = option(
         None,
-        "folder or URL of an interrupted run to go on with, from its last checkpoint; its config is taken too. auto = that of "
-        "--output, if it has one",
+        "folder or URL of an interrupted run to go on with, from its last checkpoint, or of a finished one to go on to a farther "
+        "goal; its config is taken too. auto = that of --output, if it has one",
         "RUN",
         keyword=False,
         used_by_replay=False,

@@ -154,8 +154,12 @@ class Coordinator:
                 setattr(owner, name, part)
 
     def restart(self) -> None:
-        """Restart admission after a server restart: wait for ``limits.min_clients`` clients again before assigning work."""
-        self.started = False
+        """Restart after a server restart, or after an end that is undone: wait for ``limits.min_clients`` clients again."""
+        self.started, self.finished = False, None
+        active, busy = self.roster.active, self.roster.busy
+        self.roster.busy = {
+            client: number for client, number in busy.items() if number in active
+        }  # an end has none active
         self.admission.restart()
         if self.above is not None:
             self.above.waits = True

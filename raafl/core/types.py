@@ -444,7 +444,7 @@ EPSILON = "epsilon"
 """Reason of a run that has ended because its next merge would have spent more privacy than it may."""
 
 ENDS = ("max_updates", "max_time", "target", EPSILON)
-"""Reasons with which a run is finished; a run that ended for another reason can be resumed."""
+"""Reasons with which a run is finished; it is resumed only for a farther goal, one that ended for another reason always."""
 
 RESTART = "restart"
 """Reason of a loss: the server was started again."""

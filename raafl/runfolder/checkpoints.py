@@ -96,25 +96,26 @@ def write(
     with atomic_file(path) as file:
         torch.save(dict(content), file)
     if keep_last is not None:
-        _keep(folder, path, keep_last)
+        _keep(Path(run_folder), path, keep_last)
     return path
 
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest checkpoint of a run folder; None if there is none."""
-    files = _versions(Path(run_folder) / CHECKPOINTS)
+    files = versions(run_folder)
     return files[-1] if files else None
 
 
-def _versions(folder: Path) -> list[Path]:
-    """List the checkpoints in ``folder`` by ascending version."""
+def versions(run_folder: str | os.PathLike[str]) -> list[Path]:
+    """List the checkpoints of a run folder by ascending version."""
+    folder = Path(run_folder) / CHECKPOINTS
     matches = ((_NAME.fullmatch(file.name), file) for file in folder.glob("version-*.ckpt"))
     return [file for _, file in sorted((int(match[1]), file) for match, file in matches if match)]
 
 
-def _keep(folder: Path, new: Path, keep_last: int) -> None:
+def _keep(run_folder: Path, new: Path, keep_last: int) -> None:
     # the new one stays whatever its number: the attempt before a resume may have left later versions
-    others = [file for file in _versions(folder) if file != new]
+    others = [file for file in versions(run_folder) if file != new]
     for file in others[: max(0, len(others) + 1 - keep_last)]:
         with suppress(OSError):
             file.unlink()

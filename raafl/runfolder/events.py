@@ -54,16 +54,24 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 def is_current(summary: Summary, folder: Path, *, resumed: bool) -> bool:
-    """Check whether the run has written nothing since its summary, as one does that was resumed after an interruption.
+    """Check whether the run has written nothing since its summary, as one does that was resumed after that.
 
     `resumed`: whether the journal says that the run was resumed.
     """
-    if not resumed or str(summary.get("finished")) in REASONS:  # what has reached its end is never resumed
+    if not resumed:
         return True
     journal = folder / JOURNAL
     try:
         last = json.loads(complete_rows((folder / SEALS).read_bytes())[-1])
-    except (OSError, ValueError, IndexError, RecursionError):  # nothing but times tells, and a copy may have others
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        RecursionError,
+    ):  # of a version before seals, which resumed no finished run
+        if str(summary.get("finished")) in REASONS:
+            return True
+        # nothing but times tells, and a copy may have others
         return journal.stat().st_mtime_ns <= (folder / SUMMARY).stat().st_mtime_ns
     # a run that ends seals its summary and as many rows as there are; a resumed one adds rows, and then seals that are not final
     return isinstance(last, dict) and last.get("final") is True and last.get("rows") == _num_lines(journal)

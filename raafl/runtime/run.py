@@ -333,13 +333,13 @@ def form_of(parts: ServerSetup) -> AsItIs:
     return StaticStatistics(parts.submodels, parts.data, num, size, experiment.seed, device)
 
 
-def opened(folder: str | None, runtime: str) -> AbstractContextManager[SavedRun | None]:
-    """Return a context of the run to be resumed, with its last checkpoint; None = a new run."""
-    if not folder:
+def opened(experiment: Experiment, runtime: str) -> AbstractContextManager[SavedRun | None]:
+    """Return a context of the run to be resumed, with a checkpoint of it; None = a new run."""
+    if not experiment.resume:
         return nullcontext()
     from raafl.runtime.lifecycle import resume
 
-    return resume.opened(folder, runtime)
+    return resume.opened(experiment, runtime)
 
 
 def simulate(
@@ -362,7 +362,7 @@ def simulate(
         experiment.check()
         if experiment.subfederation.is_on or experiment.subfederations.number is not None:
             raise BadInput(NO_SERVER_ABOVE)
-        saved = stack.enter_context(opened(experiment.resume, "simulated"))
+        saved = stack.enter_context(opened(experiment, "simulated"))
         if saved is not None:
             saved.check_mode(experiment)
         parts = build(experiment, pace=False)

@@ -211,7 +211,7 @@ def test_a_resumed_run_is_shown_without_what_it_has_gone_back_behind(tmp_path):
         (folder / "checkpoints" / late).unlink()
     (folder / "summary.json").write_text('{"finished": "interrupted"}')
     os.utime(folder / "summary.json", ns=(1, 1))
-    assert load(folder, "simulated").section["coordinator"]["version"] == 5
+    assert load(folder, "simulated", experiment(folder)).section["coordinator"]["version"] == 5
     watched = follow(folder)
     watched.look()
     resumed, _ = simulate(experiment(folder, "fed_async", checkpoint_every=5, resume=str(folder)))

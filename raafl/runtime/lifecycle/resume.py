@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.atomic_file import remove_leftovers
 from raafl.config.experiment import marked
+from raafl.config.options import seconds
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
@@ -67,6 +68,7 @@ class SavedRun:
     # state of the run: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end, None = not
     # finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers)
     section: dict[str, Any]
+    undone: Path | None = None  # a later checkpoint, the run's end, which is deleted; None = there is none
 
     @property
     def restarts(self) -> bool:
@@ -87,28 +89,75 @@ class SavedRun:
             restore(self.section["clock"])
 
 
-def load(folder: Path, runtime: str) -> SavedRun:
-    """Load the last checkpoint of a run.
+def load(folder: Path, runtime: str, experiment: Experiment) -> SavedRun:
+    """Load the checkpoint from which a run goes on: the last one, or that before the end if its goal is now farther.
 
     Raises:
-        BadInput: there is no checkpoint, it was written before the first task, or the run was simulated and is to be
-            resumed on real clients, or the reverse.
+        BadInput: there is no checkpoint, it was written before the first task, the run was simulated and is to be
+            resumed on real clients, or the reverse, or it is finished.
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
     _refuse_links(folder)
     if checkpoint.newest(folder) is None:
         raise BadInput(f"resume is '{folder}', whose run has no checkpoint yet: start it again, with another output")
-    saved = checkpoint_reader.load(folder)
-    if saved.raafl.get("finished") is not None and has_ended(folder):
-        raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")
-    if saved.raafl.get("runtime") != runtime:
-        command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
-        raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
+    found = _read(folder, folder)
+    if found.section.get("runtime") != runtime:
+        command = "simulate" if found.section.get("runtime") == "simulated" else "fit"
+        raise BadInput(f"resume: '{folder}' is a {found.section.get('runtime')} run: resume it with raafl {command}")
+    with restoring(found):
+        return found if found.section["finished"] is None else _finished(found, experiment)
+
+
+def _read(folder: Path, path: Path) -> SavedRun:
+    """Load the checkpoint at ``path``, or of a folder the newest, of the run in ``folder``."""
+    saved = checkpoint_reader.load(path)
     found = SavedRun(folder, saved.values, saved.raafl)
     with restoring(found):
         check_state(saved.raafl)
     return found
+
+
+def _finished(last: SavedRun, experiment: Experiment) -> SavedRun:
+    """Return the checkpoint from which a run goes on whose last one is its end.
+
+    If the goal is farther now, the end is undone: on the wall clock clients join again and go on with the last model; a
+    simulation goes on from the checkpoint before its end, as if it had had this goal from the start. Otherwise the run may
+    lack only its last evaluation and its summary.
+    """
+    reason, section = last.section["finished"], last.section
+    ended = f"resume is '{last.folder}', whose run is finished ({reason})"
+    if _is_farther(reason, section, experiment):
+        if last.restarts:
+            return replace(last, section={**section, "finished": None})
+        *older, end = checkpoint.versions(last.folder)
+        if older:
+            return replace(_read(last.folder, older[-1]), undone=end)
+        if has_ended(last.folder):
+            raise BadInput(
+                f"{ended}, and it has no checkpoint from before its end, where a simulation goes on: start a new one, which "
+                "begins with the same updates"
+            )
+    elif has_ended(last.folder):
+        farther = f"give a farther {reason} to go on" if reason in _GOALS else "its budget is spent"
+        raise BadInput(f"{ended}: {farther}, or start a new one")
+    return last
+
+
+_GOALS = ("max_updates", "max_time", "target")
+"""Reasons of an end which is undone where the goal of this name is farther."""
+
+
+def _is_farther(reason: str, section: dict[str, Any], experiment: Experiment) -> bool:
+    """Check whether a run that is finished for a ``reason`` would not be so by the goals of ``experiment``."""
+    if reason == "target":
+        targets = [str(target) for target in experiment.targets()]
+        return not targets or any(section["record"]["time_to"].get(name) is None for name in targets)
+    if reason == "max_time":
+        most, now = seconds(reason, experiment.max_time), section["clock"]["now"]
+    else:
+        most, now = experiment.max_updates, section["coordinator"]["merged"]
+    return reason in _GOALS and (most is None or most > now)
 
 
 def has_ended(folder: Path) -> bool:
@@ -124,16 +173,16 @@ def has_ended(folder: Path) -> bool:
 
 
 @contextmanager
-def opened(folder: str, runtime: str) -> Iterator[SavedRun]:
-    """Return a context that locks the folder of a run to be resumed, and has loaded its last checkpoint; see `load`.
+def opened(experiment: Experiment, runtime: str) -> Iterator[SavedRun]:
+    """Return a context that locks the folder of the run to be resumed, and has loaded a checkpoint of it; see `load`.
 
     Raises:
         BadInput: another process is writing the run, or it cannot be resumed.
     """
-    path = Path(folder)
+    path = Path(experiment.resume or "")
     # lock first, since another process must not write a newer checkpoint before the tables are cut back to this one
     with FolderLock(path, "resume") if path.is_dir() else nullcontext():
-        yield load(path, runtime)
+        yield load(path, runtime, experiment)
 
 
 _WANDB_LOGS = ("loggers", "wandb", "logs")
@@ -447,6 +496,8 @@ def go_on(run: Any, saved: SavedRun) -> None:
         # the row is on the disk before the tables are cut back, since these alone tell which merges are undone
         with reopened(run.folder, run.progress.warn) as folder:
             folder.signer = run.signer
+            if saved.undone is not None:  # before all else: a later resume must not take it for the run's last state
+                saved.undone.unlink()
             # seal first, and only rows that stay: else a process killed after it added a row would leave a finished run
             # with an extra row, and one killed after it cut a table would leave one with too few
             sealed = replace(folder.sealed(), tables=tables)

@@ -85,7 +85,7 @@ def host(
         transport,
         _seldom_collecting(experiment.clients),
         # opened after the port is bound, since binding fails if the port is in use
-        opened(experiment.resume, "distributed") as saved,
+        opened(experiment, "distributed") as saved,
         ExitStack() as stack,
     ):
         if transport.comes_and_goes:

@@ -135,7 +135,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_is_tried(t
     monkeypatch.setattr(append_file.os, "fsync", full)
     settings = experiment(tmp_path / "run", "fed_async", checkpoint_every=2, keep_checkpoints=9)
     summary, folder = simulate(settings)
-    assert [file.stem for file in checkpoint._versions(folder / "checkpoints")] == [
+    assert [file.stem for file in checkpoint.versions(folder)] == [
         "version-000002",
         "version-000008",
         "version-000010",

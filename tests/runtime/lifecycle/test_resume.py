@@ -287,7 +287,9 @@ def test_settings_that_are_not_as_in_the_folder_are_named_and_refused_if_strict(
 
 def test_what_cannot_be_resumed_is_named(tmp_path):
     simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
-    with pytest.raises(BadInput, match=r"whose run is finished \(max_updates\)"):
+    with pytest.raises(
+        BadInput, match=r"whose run is finished \(max_updates\): give a farther max_updates to go on, or"
+    ):
         simulated("--resume", str(tmp_path / "done"))
     with pytest.raises(
         BadInput, match=r"output is 'elsewhere', but .* goes on in its own folder, '.*done': leave output"
@@ -444,7 +446,7 @@ def restarted(parts, folder: Path, num_writes: int) -> list[Counter[int]] | None
     if (child := os.fork()) == 0:
         try:
             AppendFile._write, Path.replace = mortal(AppendFile._write), mortal(Path.replace)
-            saved = load(folder, "simulated")
+            saved = load(folder, "simulated", parts.experiment)
             run = Run(parts, "", "distributed", replace(saved, section={**saved.section, "runtime": "distributed"}))
             with closing(run):
                 memory = parts.coordinator.state.memory.of(PrivacyMemory)
@@ -467,7 +469,10 @@ def test_a_kill_at_any_write_of_a_resume_neither_loses_a_merge_nor_counts_it_twi
     crashed(monkeypatch, 17, *options) if how == "crashed" else stopped(5, *options)
     parsed = parse("simulate", ["--progress=quiet", "--resume", str(folder)])
     parts, expected = build(parsed.experiment, pace=False), spent(folder)
-    assert how == "stopped" or len(dict_rows(folder)) > load(folder, "simulated").section["record"]["num_rows"]
+    assert (
+        how == "stopped"
+        or len(dict_rows(folder)) > load(folder, "simulated", experiment(folder)).section["record"]["num_rows"]
+    )
     num_kills = 0
     while restarted(parts, killed := Path(shutil.copytree(folder, tmp_path / str(num_kills))), num_kills) is None:
         assert not check_books(killed).findings
@@ -575,11 +580,11 @@ def test_a_link_below_the_top_of_a_folder_may_only_stay_in_it(tmp_path, interrup
     (folder / "loggers" / "wandb" / "latest-run").symlink_to("run-1")
     (folder / "loggers" / "wandb" / "run-1" / "logs").mkdir()
     (folder / "loggers" / "wandb" / "run-1" / "logs" / "debug-core.log").symlink_to("/var/log/wandb.log")
-    load(folder, "simulated")
+    load(folder, "simulated", experiment(folder))
     (tmp_path / "elsewhere").mkdir()
     (folder / "loggers" / "csv").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match=r"'.*loggers/csv' is a symbolic link"):
-        load(folder, "simulated")
+        load(folder, "simulated", experiment(folder))
 
 
 def test_nothing_is_written_through_a_link_that_somebody_left_in_a_folder(tmp_path):
@@ -589,5 +594,5 @@ def test_nothing_is_written_through_a_link_that_somebody_left_in_a_folder(tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").symlink_to(mine)
     with pytest.raises(BadInput, match=r"'.*events.jsonl' is a symbolic link"):
-        load(tmp_path / "run", "simulated")
+        load(tmp_path / "run", "simulated", experiment(tmp_path))
     assert mine.read_text() == "not to be touched"

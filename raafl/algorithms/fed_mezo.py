@@ -70,7 +70,6 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.core.local import SkippedBatch, value_of
-from raafl.core.state import OneValue
 from raafl.module_hooks import STEP_HOOKS
 from raafl.parts.merge.mean import zeros_like
 from raafl.parts.select.submodels import WrappedSelect
@@ -142,14 +141,6 @@ class ReceivedTask(MergeMemory):
     key = "zeroth_order answered"
     seed: int
     trained: list[str] | None = None
-
-
-@dataclass
-class Expected(OneValue[dict[int, int]]):
-    """Number of scalars (one for each step) that a client must send for its current task, by client."""
-
-    key = "zeroth_order expected"
-    value: dict[int, int] = field(default_factory=dict)
 
 
 # ---- perturbations ----
@@ -361,19 +352,12 @@ class ForwardOnly(WrappedSelect):
     """
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Assign the work that the wrapped select part chooses, but with frozen parameters; record how many scalars must return."""
+        """Assign the work that the wrapped select part chooses, but with frozen parameters; say how many scalars must return."""
         work = self.inner(client, fleet)
-        expected = _num_batches(client, work, fleet)
-        fleet.state.memory.of(Expected).value[client.id] = expected
-        extra = {**work.extra, SCALARS: expected}
+        extra = {**work.extra, SCALARS: _num_batches(client, work, fleet)}
         if work.spec.trained is not None:
             extra["trained"] = list(work.spec.trained)
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
-
-    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the number of scalars that was expected from the lost client."""
-        fleet.state.memory.of(Expected).value.pop(client.id, None)
-        self.inner.on_loss(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Record the seed of the task for the merge, which receives the update next."""
@@ -427,7 +411,7 @@ class Rebuilt(Merge):
         if len(scalars) < update.num_steps:
             return "missing-scalars"
         # each scalar costs the server three passes over the submodel, so their number is limited
-        if len(scalars) > state.memory.of(Expected).value.get(update.client, math.inf):
+        if len(scalars) > update.work.get(SCALARS, math.inf):
             return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 

@@ -13,7 +13,6 @@ from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.algorithms import fed_mezo, fed_rolex
 from raafl.algorithms.fed_mezo import (
     SCALARS,
-    Expected,
     ForwardOnly,
     Rebuilt,
     ReceivedTask,
@@ -26,11 +25,11 @@ from raafl.algorithms.fed_mezo import (
     unpack,
 )
 from raafl.compression.plan import Compress, CompressionPlan
-from raafl.core.algorithm import SelectContext, Training
+from raafl.core.algorithm import Select, SelectContext, Training
 from raafl.core.local import SkippedBatch
 from raafl.core.options import FabricOptions
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
+from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Sending, Settled, Update, Work, derive_seed
 from raafl.data import Digits, FederatedData, Iid
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
@@ -375,12 +374,31 @@ def test_more_scalars_than_the_task_has_batches_are_refused():
     state = line_state()
     tensors = FlatTensors.empty(state.submodels.layout(NOTHING, "trained"))
     fleet = SelectContext(state, {1: ClientInfo(1, num_samples=21)}, None, Training(num_epochs=1), batch_size=10)
-    select = ForwardOnly(Full())
-    select(fleet.clients[1], fleet)
-    updates = (Update(1, 1, 0, tensors, 21, num_steps=2, extra={SCALARS: pack([1.0] * n)}) for n in (3, 4))
+    work = ForwardOnly(Full())(fleet.clients[1], fleet).extra
+    updates = (Update(1, 1, 0, tensors, 21, num_steps=2, extra={SCALARS: pack([1.0] * n)}, work=work) for n in (3, 4))
     assert [Rebuilt().reject_reason(state, update, NOTHING, 0) for update in updates] == [None, "surplus-scalars"]
-    select.on_loss(fleet.clients[1], fleet)
-    assert state.memory.of(Expected).value == {}
+
+
+class FewerSteps(Select):
+    """Three steps for the first task, and one less for each after it."""
+
+    def __call__(self, client, fleet):
+        fleet.cache["steps"] = fleet.cache.get("steps", 4) - 1
+        return Work(num_steps=fleet.cache["steps"])
+
+
+def test_each_of_two_tasks_in_flight_has_scalars_for_its_own_steps():
+    """A client with `overlap` has its next task, of two steps, before the update of the first, of three, is there."""
+    coordinator = coordinator_for(fed_mezo(trigger="each", submodel=FewerSteps()))
+    first = assigned(join(coordinator, [1]))[1]
+    second = assigned(coordinator.handle(Sending(1, 0, first.id), 0.0))[1]
+    outcomes = []
+    for task, num in ((first, 3), (second, 3)):
+        tensors = FlatTensors.empty(coordinator.state.submodels.layout(task.spec, "trained"))
+        update = Update(task.id, 1, 0, tensors, 1, num_steps=task.num_steps, extra={SCALARS: pack([1.0] * num)})
+        actions = coordinator.handle(Arrived(update), 0.0)
+        outcomes += [action.outcome for action in actions if isinstance(action, Settled)]
+    assert outcomes == ["merged", "refused:surplus-scalars"]
 
 
 def test_a_client_that_diverges_is_refused_and_the_others_go_on(tmp_path):

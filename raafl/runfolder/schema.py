@@ -244,8 +244,8 @@ class Summary(TypedDict, total=False):
     sent. `trials` has the metric, virtual seconds, updates, share of the run's work and real seconds of trials of methods
     before the run, the untrained model's metric, and whether the trials were decisive. `subfederations` has the number of
     simulated ones, and the updates and bytes below them. `model` and `traceback` are files in the folder; `model_copy` is
-    the path of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`.
-    `mirror` describes the copy in an object store, `hub` the upload
+    the path of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`,
+    and `rolled_back` if a restart has undone that version. `mirror` describes the copy in an object store, `hub` the upload
     to the Hugging Face hub. `unwritten` has the number of rows that each file lacks.
     """
 

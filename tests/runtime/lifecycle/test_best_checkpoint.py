@@ -28,11 +28,18 @@ def values_of(model, number):
     return values
 
 
-def keeping(folder, model, metric):
+def keeping(folder, model, metric, saved=None, warnings=None):
     parts = SimpleNamespace(experiment=SimpleNamespace(keep_best=metric))
-    observer = BestCheckpoint(SimpleNamespace(parts=parts, folder=folder, saved_form=SavedForm(model)))
+    progress = SimpleNamespace(warn=(warnings if warnings is not None else []).append)
+    run = SimpleNamespace(parts=parts, folder=folder, saved_form=SavedForm(model), progress=progress)
+    observer = BestCheckpoint(run)
+    observer.begin(run, saved)
     observer.opened()
     return observer
+
+
+def resumed(version, *, restarts=True):
+    return SimpleNamespace(restarts=restarts, section={"coordinator": {"version": version}})
 
 
 def kept(folder):
@@ -56,6 +63,25 @@ def test_a_resumed_run_goes_on_from_the_one_in_its_folder(tmp_path, model):
     by_another = keeping(tmp_path, model, "loss")
     by_another.on_values(7, {"loss": 9.0}, values_of(model, 7.0))
     assert kept(tmp_path) == (7, 7.0)
+
+
+def test_a_best_version_that_a_restart_has_undone_stays_and_is_said_to_be_no_more(tmp_path, model):
+    """On the wall clock version 5 of the resumed run is another model than version 5 before it."""
+    first = {"version": 5, "metric": "accuracy", "value": 0.8}
+    keeping(tmp_path, model, "accuracy").on_values(5, {"accuracy": 0.8}, values_of(model, 5.0))
+    warnings = []
+    assert keeping(tmp_path, model, "accuracy", resumed(4, restarts=False), warnings).best == first
+    assert keeping(tmp_path, model, "accuracy", resumed(5), warnings).best == first and warnings == []
+    again = keeping(tmp_path, model, "accuracy", resumed(4), warnings)
+    assert again.best == first | {"rolled_back": True} and kept(tmp_path) == (5, 5.0)
+    assert warnings == [
+        "checkpoints/best.ckpt is of version 5, which was rolled back: it stays until a later version has a better accuracy"
+    ]
+    again.on_values(5, {"accuracy": 0.7}, values_of(model, 6.0))
+    later = keeping(tmp_path, model, "accuracy", resumed(9), warnings)  # a second restart, from a later checkpoint
+    assert later.best == again.best == first | {"rolled_back": True} and len(warnings) == 1
+    later.on_values(10, {"accuracy": 0.9}, values_of(model, 10.0))
+    assert later.best == {"version": 10, "metric": "accuracy", "value": 0.9} and kept(tmp_path) == (10, 10.0)
 
 
 def test_a_run_keeps_the_model_of_its_best_version(tmp_path):

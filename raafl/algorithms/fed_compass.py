@@ -325,6 +325,18 @@ class StepsByGroup(WrappedSelect):
         super().on_loss(client, fleet)
         fleet.state.memory.of(CompassMemory).forget(client.id)
 
+    def notes(self, fleet: SelectContext) -> list[str]:
+        """Return the wrapped part's notes, and one for each setting of the length of a task, which this part replaces."""
+        train, inner = fleet.training, getattr(self.inner, "steps_within_s", None)
+        given = {"train.num_steps": train.num_steps, "algorithm.submodel.steps_within_s": inner}
+        if train.num_steps is None and train.num_epochs != 1:  # 1 is what a config has that gives neither
+            given["train.num_epochs"] = train.num_epochs
+        steps = f"{self.pace.min_steps} to {self.pace.max_steps} steps (algorithm.min_steps, algorithm.max_steps)"
+        unused = [
+            f"{name} is {value}, and has no effect: each task has {steps}" for name, value in given.items() if value
+        ]
+        return super().notes(fleet) + unused
+
     def __str__(self) -> str:
         return f"{self.inner}, {self.pace.min_steps} to {self.pace.max_steps} steps by speed"
 

@@ -12,11 +12,12 @@ import torch
 from raafl.algorithms import fed_compass
 from raafl.algorithms.fed_compass import CompassMemory, Group, GroupDeltas, GroupReported, Pace, StepsByGroup
 from raafl.core import restoring, saving
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import Arrived, Assign, ClientInfo, Joined, Lost, SetTimer, Settled, Timer
 from raafl.parts.merge.mean import Staleness
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
-from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, update_for, values_of
 from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
@@ -44,6 +45,22 @@ test_wrong_settings_are_refused = refuses(
     ({"momentum": 0.0}, "momentum is 0"),
     ({"late": 0.9}, "late is 0.9: give a multiple of the expected time, 1 or more"),
 )
+
+
+@pytest.mark.parametrize(
+    ("training", "submodel", "unused"),
+    [
+        (Training(), None, []),
+        (Training(num_epochs=3), None, ["train.num_epochs is 3"]),
+        (Training(num_epochs=3, num_steps=10), None, ["train.num_steps is 10"]),  # steps come before epochs
+        (Training(), RateSelect(steps_within_s=2.5), ["algorithm.submodel.steps_within_s is 2.5"]),
+    ],
+)
+def test_a_length_of_tasks_that_has_no_effect_is_named_before_the_run(training, submodel, unused):
+    select = fed_compass(2, 8, submodel=submodel).select
+    fleet = SelectContext(line_state(), {}, None, training, batch_size=1)
+    more = ", and has no effect: each task has 2 to 8 steps (algorithm.min_steps, algorithm.max_steps)"
+    assert select.notes(fleet) == [one + more for one in unused]
 
 
 class Played:

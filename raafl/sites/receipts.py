@@ -94,6 +94,7 @@ class Receipts:
         *,
         share: float = SHARE,
         own_data: bool = False,
+        say: Callable[[str], None] = _log.info,
     ) -> None:
         """Create the folder for the receipts.
 
@@ -105,16 +106,16 @@ class Receipts:
             signer: holder of this site's key.
             share: share of tasks whose inputs are stored, from 0 to 1.
             own_data: whether the client trains on data of its own.
+            say: function that shows a line to the user.
 
         Raises:
             OSError: the folder cannot be made.
         """
-        folder.mkdir(parents=True, mode=0o700)
         site = {"client": client, "share": share, "own_data": own_data, "key": signer.public, "conditions": conditions}
         self._texts = {CONFIG: config_yaml, SITE: to_json(site) + "\n"}
-        self.folder, self._signer, self._share = folder, signer, share
-        self._remake()
-        self._file: AppendFile[bytes] = AppendFile(folder / RECEIPTS, bytes, remake=self._remake, consequence=_LOST)
+        self._first, self._signer, self._share, self._say = folder, signer, share, say
+        self._last: dict[str, Any] | None = None
+        self.folder, self._file = folder, self._begun(folder)
         # the system's randomness: whoever knows the run's seed must not know which tasks can be audited
         self._draw = random.SystemRandom()
         self._kept: dict[Path, int] = {}
@@ -130,6 +131,7 @@ class Receipts:
         share: float,
         own_data: bool,
         signer: Signer | None = None,
+        say: Callable[[str], None] = _log.info,
     ) -> Self | None:
         """Create a new folder of receipts (signed records of sent updates), and return its writer.
 
@@ -142,16 +144,14 @@ class Receipts:
             share: share of the tasks whose inputs are stored, from 0 to 1.
             own_data: whether the client trains on its own data.
             signer: holder of the key that signs receipts; None = this user's own key.
+            say: function that shows a line to the user.
         """
         try:
             signer = signer or Signer.own()
             if signer is None:
                 return None
             first = state_folder() / "receipts" / f"client-{client}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            path, number = first, 2
-            while path.exists():
-                path, number = first.with_name(f"{first.name}-{number}"), number + 1
-            return cls(path, client, config_yaml, conditions, signer, share=share, own_data=own_data)
+            return cls(_unused(first), client, config_yaml, conditions, signer, share=share, own_data=own_data, say=say)
         except (OSError, RuntimeError):
             return None
 
@@ -172,23 +172,51 @@ class Receipts:
             receipt: the receipt, without inputs.
             inputs: values from which the task started, from `draw_inputs`; None = they are not stored.
         """
+        self._follow(receipt.assignment)
         if inputs is not None:
             receipt = replace(receipt, inputs=inputs.fingerprint())
-            self._writer.submit(self._keep, receipt.assignment["id"], inputs)
+            self._writer.submit(self._keep, self.folder, receipt.assignment["id"], inputs)
         text = to_json(receipt)
         signature = self._signer.sign(_CONTEXT + text)
         self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")
 
-    def _remake(self) -> None:
-        """Create the folder and the files that an audit reads, unless they exist."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.folder / INPUTS).mkdir(exist_ok=True)
-        for name, text in self._texts.items():
-            if not (self.folder / name).exists():
-                (self.folder / name).write_text(text, encoding="utf-8")
+    def _follow(self, assignment: dict[str, Any]) -> None:
+        """Begin another folder if a task is of another run than the one before.
 
-    def _keep(self, number: int, values: FlatTensors) -> None:
-        path = self.folder / INPUTS / f"{number:09d}.pt"
+        A server that has no checkpoint to resume begins its run anew, at the same address and with the same ids. In one
+        folder the receipts of both runs would contradict the journal of either.
+        """
+        last, self._last = self._last, assignment
+        if last is None or last == assignment or not _comes_again(last, assignment):
+            return
+        folder = _unused(self._first)
+        try:
+            new = self._begun(folder)
+        except OSError as error:
+            _log.warning(f"{folder} cannot be made ({error}): {self.folder} has the receipts of two runs")
+            return
+        self._end_file()
+        self.folder, self._file = folder, new
+        self._writer.submit(self._kept.clear)
+        self._say(f"the server has begun another run: keeps receipts in {folder}")
+
+    def _begun(self, folder: Path) -> AppendFile[bytes]:
+        """Create a folder, and return its file of receipts."""
+        folder.mkdir(parents=True, mode=0o700)
+        remake = partial(self._remake, folder)
+        remake()
+        return AppendFile(folder / RECEIPTS, bytes, remake=remake, consequence=_LOST)
+
+    def _remake(self, folder: Path) -> None:
+        """Create the folder and the files that an audit reads, unless they exist."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / INPUTS).mkdir(exist_ok=True)
+        for name, text in self._texts.items():
+            if not (folder / name).exists():
+                (folder / name).write_text(text, encoding="utf-8")
+
+    def _keep(self, folder: Path, number: int, values: FlatTensors) -> None:
+        path = folder / INPUTS / f"{number:09d}.pt"
         try:
             with atomic_file(path) as file:
                 torch.save(dict(values.items()), file)
@@ -205,9 +233,26 @@ class Receipts:
     def close(self) -> None:
         """Finish writing the receipts, and end the thread that writes inputs; warn if receipts could not be written."""
         self._writer.shutdown()
+        self._end_file()
+
+    def _end_file(self) -> None:
         self._file.close()
         if self._file.num_unwritten:
             _log.warning(f"not written: {self._file.num_unwritten} of {self._file.path}")
+
+
+def _unused(first: Path) -> Path:
+    """Return ``first``, with a number appended if it exists."""
+    path, number = first, 2
+    while path.exists():
+        path, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return path
+
+
+def _comes_again(last: Mapping[str, Any], assignment: Mapping[str, Any]) -> bool:
+    """Check whether a task's numbers do not come after those of the last: no run has an id, or an incarnation, twice."""
+    before, now = ((one["incarnation"], one["task"]) for one in (last, assignment))
+    return assignment["id"] <= last["id"] or now <= before
 
 
 def receipt_of(
@@ -266,7 +311,7 @@ def receipts_kept(
     """
     made = conditions(site.experiment)
     receipts = Receipts.open(
-        site.info.id, site.config_yaml, made, share=share, own_data=site.info.own_data, signer=signer
+        site.info.id, site.config_yaml, made, share=share, own_data=site.info.own_data, signer=signer, say=say
     )
     if receipts is None:
         say("no receipts are stored, since no file can be written in the state folder")

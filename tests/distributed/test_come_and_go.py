@@ -14,7 +14,9 @@ import yaml
 from raafl.config.options import Timeouts
 from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost, Stop
+from raafl.runfolder.books import check_books
 from raafl.runtime.replay import replay
+from raafl.sites.receipts import SiteReceipts, compare, server_keys
 from tests.helpers.certificates import federation
 from tests.helpers.joining_clients import SITE, remote
 from tests.helpers.real_ranks import Watched
@@ -246,6 +248,36 @@ def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tm
     assert row["version"] % 5 == 0 and row["version"] >= 5
     settled(run)
     assert replay(run.folder)["equal"] is True
+
+
+@pytest.mark.long("tests/sites/test_receipts.py::test_each_run_of_a_server_that_begins_anew_has_a_folder")
+@pytest.mark.parametrize("resumes", [True, False])
+def test_receipts_contradict_no_server_that_was_killed(tmp_path, monkeypatch, free_port, resumes):
+    """One without a checkpoint begins its run anew, at the same address, where its clients wait for it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    every = 5 if resumes else 1000
+    options = ("--clients=2", "--max_updates=40", f"--checkpoint_every={every}", "--checkpoint_s=null")
+    experiment, config = parsed(tmp_path, *options)
+    last = tmp_path / ("run" if resumes else "anew")
+    changed = {"resume": str(last)} if resumes else {"output": str(last)}
+    clients = [(number, {"keep_inputs": 1.0}) for number in (1, 2)]
+    servers = [experiment, replace(experiment, **changed)]
+    with remote(experiment, config, tmp_path, clients, servers=servers, port=free_port) as fleet:
+        first, second = fleet.servers
+        first.begin()
+        journal = tmp_path / "run" / "events.jsonl"
+        wait_for(lambda: journal.exists() and journal.read_text().count('"arrived"') >= 13)
+        first.send(signal.SIGKILL)
+        assert first.exit_code() == -signal.SIGKILL
+        second.begin()
+        assert second.exit_code(60) == 0, second.words()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+    for number in (1, 2):
+        folders = sorted((tmp_path / "state" / "raafl" / "receipts").glob(f"client-{number}-*"))
+        assert len(folders) == (1 if resumes else 2)
+        site = SiteReceipts.read(folders[-1])
+        books = check_books(last, keys=server_keys(site.receipts), heads=True)
+        assert site.receipts and (compare(site, last, books)[0], books.findings) == ([], [])
 
 
 def test_a_server_is_upgraded_and_its_clients_come_back_by_themselves(tmp_path, free_port):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,51 @@ def test_receipts_that_were_deleted_are_made_again_with_what_an_audit_reads(monk
     made.close()
     site = SiteReceipts.read(made.folder)
     assert (site.client, [receipt.assignment["id"] for receipt in site.receipts]) == (1, [2])
+
+
+def opened_again(monkeypatch, tmp_path, *tasks):
+    """Write receipts of these tasks, and return their ids by the folder in which they are, in the order of folders."""
+    made = opened(monkeypatch, tmp_path, share=1.0)
+    for one in tasks:
+        made.sent(receipt_of(one, None, trained="t", sent="t", num_samples=5), VALUES)
+    made.close()
+    sites = [SiteReceipts.read(folder) for folder in sorted(made.folder.parent.iterdir())]
+    assert all(len(list(site.inputs())) == len(site.receipts) for site in sites)
+    return [[receipt.assignment["id"] for receipt in site.receipts] for site in sites]
+
+
+def of_run(number, incarnation, count, at_s=0.5):
+    return replace(task(number), incarnation=incarnation, task=count, assigned_s=at_s)
+
+
+@pytest.mark.parametrize(
+    ("last", "then", "is_another"),
+    [
+        ((3, 0, 2), (4, 0, 3), False),
+        ((3, 0, 2), (9, 1, 0), False),  # resumed: the client's tasks are counted from the checkpoint, ids are not
+        ((3, 0, 2), (3, 0, 2), False),  # the same again
+        ((3, 0, 2), (3, 0, 2, 0.7), True),
+        ((3, 0, 2), (1, 0, 0), True),
+        ((3, 0, 2), (4, 0, 0), True),
+        ((3, 1, 0), (4, 0, 1), True),
+        ((3, 0, 2), (2, 1, 0), True),
+    ],
+)
+def test_each_run_of_a_server_that_begins_anew_has_a_folder(monkeypatch, tmp_path, last, then, is_another):
+    """A client that waits for its server joins whatever run that has; see `tests/distributed` for such a server."""
+    ids = opened_again(monkeypatch, tmp_path, of_run(*last), of_run(*then), of_run(10, 2, 3))
+    assert ids == ([[last[0]], [then[0], 10]] if is_another else [[last[0], then[0], 10]])
+
+
+def test_where_no_folder_can_be_made_for_another_run_its_receipts_are_in_the_one_before(monkeypatch, tmp_path, caplog):
+    made = opened(monkeypatch, tmp_path)
+    monkeypatch.setattr(type(made.folder), "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space")))
+    send(made, 2, 1)
+    made.close()
+    monkeypatch.undo()
+    assert [receipt.assignment["id"] for receipt in SiteReceipts.read(made.folder).receipts] == [2, 1]
+    (line,) = caplog.messages
+    assert "cannot be made ([Errno 28] No space)" in line and line.endswith("has the receipts of two runs")
 
 
 def test_where_no_file_can_be_written_there_are_no_receipts(monkeypatch):

@@ -114,13 +114,8 @@ class AppendFile(Generic[Item]):
         """Number of rows that the file lacks, since they could not be written yet or were dropped."""
         return len(self._kept) + self.num_dropped
 
-    @property
-    def failing(self) -> bool:
-        """Whether the last row could not be written."""
-        return bool(self._kept) or self._num_new_dropped > 0
-
-    def add(self, item: Item) -> None:
-        """Append a row; if it cannot be written now, store it in memory and try again later.
+    def add(self, item: Item) -> bool:
+        """Append a row; if it cannot be written now, store it in memory and try again later. Return whether it is in the file.
 
         Raises:
             ValueError: the file is closed.
@@ -132,7 +127,7 @@ class AppendFile(Generic[Item]):
             try:
                 self._put(data)
                 self.num_rows += 1
-                return
+                return True
             except OSError as error:
                 self._fail(error)
         if len(self._kept) < KEPT_ROWS:
@@ -142,6 +137,7 @@ class AppendFile(Generic[Item]):
             self._num_new_dropped += 1
         if time.monotonic() - self._tried_s >= RETRY_S:
             self.flush()
+        return not (self._kept or self._num_new_dropped)
 
     def flush(self) -> None:
         """Try again to write the rows that could not be written so far."""

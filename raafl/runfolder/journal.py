@@ -380,11 +380,12 @@ class RunFolder:
             from raafl.runfolder.seals import RunSeals
 
             self._seals = RunSeals(self.path, self.signer, self._warn, self._remake)
-        if self._seals.seal(sealed, version, names, final=final, altered=altered) and final:
+        taken = self._seals.seal(sealed, version, names, final=final, altered=altered)
+        if final:
             # give up rows that wait for disk space: written after the final seal, they would look like a forgery
             for file in (self._events, self._metrics, self._clients):
                 file.abandon()
-        return not self._seals.failing
+        return taken
 
     def close(self) -> None:
         """Try once more to write the rows that could not be written so far, and close the files; a second call does nothing."""

@@ -109,11 +109,6 @@ class SealFile:
         self._before = _last_digest(path)
         self._file: AppendFile[bytes] = AppendFile(path, bytes, warn, new=not path.exists(), remake=remake)
 
-    @property
-    def failing(self) -> bool:
-        """Whether the last seal could not be written."""
-        return self._file.failing
-
     def add(
         self,
         sealed: Sealed,
@@ -122,8 +117,8 @@ class SealFile:
         files: Mapping[str, str],
         final: bool = False,
         altered: Iterable[str] = (),
-    ) -> None:
-        """Write a seal (signed entry with hashes) of rows that are on the disk, see `sync`."""
+    ) -> bool:
+        """Write a seal (signed entry with hashes) of rows that are on the disk, see `sync`; return whether the disk took it."""
         data: dict[str, Any] = {
             "at": int(time.time()),
             "version": version,
@@ -141,7 +136,7 @@ class SealFile:
             signature = self._signer.sign(_CONTEXT + text).encode()
             line = b"".join((text[:-1].encode(), _SIGNATURE, signature, b'"}\n'))
         self._before = hashlib.sha256(line).hexdigest()
-        self._file.add(line)
+        return self._file.add(line)
 
     def flush(self) -> None:
         """Try again to write the seals that could not be written so far."""
@@ -176,7 +171,7 @@ class RunSeals:
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
     ) -> bool:
-        """Write a seal with the digests of files; the last one has those of all files. Return False if there is no file of seals.
+        """Write a seal with the digests of files; the last one has those of all files. Return whether the disk took it.
 
         `names`: files that are new since the last seal, by their paths in the folder; ignored in the last seal.
         """
@@ -196,13 +191,7 @@ class RunSeals:
             except OSError as error:
                 self._warn(f"{path} cannot be written: {error.strerror}; the run's books are not sealed")
                 return False
-        self._file.add(sealed, version=version, files=files, final=final, altered=altered)
-        return True
-
-    @property
-    def failing(self) -> bool:
-        """Whether the last seal could not be written; False without a file of seals."""
-        return self._file is not None and self._file.failing
+        return self._file.add(sealed, version=version, files=files, final=final, altered=altered)
 
     def close(self) -> None:
         """Close the file of seals."""

@@ -371,7 +371,8 @@ def test_a_run_that_was_stopped_and_whose_files_end_in_torn_rows_ends_as_if_it_h
     assert replay(cut)["equal"] is True
 
 
-def test_a_resume_without_room_for_its_seal_leaves_the_run_as_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", ["_write", "open"])
+def test_a_resume_without_room_for_its_seal_leaves_the_run_as_it_was(tmp_path, monkeypatch, fails):
     """Else the journal has a row that no seal covers, which an audit reports as added after the end of the run."""
     stopped(6, "--config", CONFIG, *SMALL, "--algorithm=fed_async", "--max_updates=9", f"--output={tmp_path / 'run'}")
     before = contents(tmp_path / "run")
@@ -383,8 +384,14 @@ def test_a_resume_without_room_for_its_seal_leaves_the_run_as_it_was(tmp_path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(file, data)
 
+    def closed(*_: object, **__: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
     with monkeypatch.context() as patch:
-        patch.setattr(AppendFile, "_write", full)
+        if fails == "open":
+            patch.setattr("raafl.runfolder.seals.SealFile", closed)
+        else:
+            patch.setattr(AppendFile, "_write", full)
         with pytest.raises(BadInput, match=r"where writing fails \(seals.jsonl takes no row\): make it writable"):
             simulated("--resume", str(tmp_path / "run"))
     assert contents(tmp_path / "run") == before

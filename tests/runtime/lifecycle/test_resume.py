@@ -375,9 +375,7 @@ def test_a_run_that_was_stopped_and_whose_files_end_in_torn_rows_ends_as_if_it_h
 def test_a_resume_without_room_for_its_seal_leaves_the_run_as_it_was(tmp_path, monkeypatch, fails):
     """Else the journal has a row that no seal covers, which an audit reports as added after the end of the run."""
     stopped(6, "--config", CONFIG, *SMALL, "--algorithm=fed_async", "--max_updates=9", f"--output={tmp_path / 'run'}")
-    before = contents(tmp_path / "run")
-
-    write = AppendFile._write
+    before, write = contents(tmp_path / "run"), AppendFile._write
 
     def full(file: AppendFile, data: bytes) -> None:
         if file.path.name == "seals.jsonl":
@@ -388,10 +386,9 @@ def test_a_resume_without_room_for_its_seal_leaves_the_run_as_it_was(tmp_path, m
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     with monkeypatch.context() as patch:
-        if fails == "open":
-            patch.setattr("raafl.runfolder.seals.SealFile", closed)
-        else:
-            patch.setattr(AppendFile, "_write", full)
+        patch.setattr(
+            *(("raafl.runfolder.seals.SealFile", closed) if fails == "open" else (AppendFile, "_write", full))
+        )
         with pytest.raises(BadInput, match=r"where writing fails \(seals.jsonl takes no row\): make it writable"):
             simulated("--resume", str(tmp_path / "run"))
     assert contents(tmp_path / "run") == before

@@ -474,8 +474,13 @@ class BySpeed(WrappedSelect):
             _forget(table, client.id, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Update the client's ratio of measured to predicted time, from the task that it has just finished."""
+        """Update the client's ratio of measured to predicted time, from the task that it has just finished.
+
+        Not with `overlap`: an update then waits until the one before is sent, which is no slowness of the client's steps.
+        """
         super().on_update(client, assignment, seconds, fleet)
+        if fleet.overlap and fleet.rules.measures_alone:
+            return
         ratio = fleet.time_ratio(client, assignment, seconds)
         if ratio is not None:
             memory = fleet.state.memory.of(SpeedMemory)

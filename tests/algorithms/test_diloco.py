@@ -17,7 +17,7 @@ from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
 from raafl.parts.merge.nesterov import NesterovMemory
-from raafl.rules import Rules
+from raafl.rules import CURRENT, Rules
 from raafl.runfolder import checkpoint_reader
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state, values_of
@@ -37,6 +37,20 @@ KINDS = {
         0.4, trigger="quorum", grace_s=0.01, weights="tokens", inner_state="kept", submodel=SLICES
     ),
 }
+
+
+@pytest.mark.parametrize(("revision", "steps"), [(7, [10, 10, 10, 7, 7]), (CURRENT, [10, 10, 10, 10])])
+def test_a_wait_for_the_uplink_is_no_slowness_of_steps(tmp_path, revision, steps):
+    """Both clients train for 0.4 s. The second sends for 1.2 s: with `overlap` its next update waits until that is over."""
+    num_bytes, flops = 4 * (64 * 24 + 24 + 24 * 10 + 10), 10 * 64 * (4 * 64 * 24 + 6 * 24 * 10)
+    devices = [
+        Device(name=name, flops_per_s=flops / 0.4, down_bytes_per_s=num_bytes / 0.1, up_bytes_per_s=num_bytes / up_s)
+        for name, up_s in (("near", 0.1), ("far", 1.2))
+    ]
+    algorithm, training = diloco(trigger="each", steps="speed", least_steps=1), Training(None, 10, 64)
+    fields = {"clients": 2, "devices": devices, "train": training, "max_updates": 14, "rules": revision}
+    run = finish(experiment(tmp_path / "r", algorithm, overlap=True, **fields))
+    assert [row["num_steps"] for row in run.events("assigned") if row["client"] == 2][: len(steps)] == steps
 
 
 def values(finished):

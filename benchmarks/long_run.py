@@ -106,7 +106,7 @@ def mend(folder: Path, updates: int) -> None:
         shutil.copytree(folder, copy)
         last = sorted((copy / CHECKPOINTS).iterdir())[-1]
         last.unlink()
-        mended = resume.mend(resume.load(copy, "simulated"))
+        mended = resume.mend(resume.load(copy, "simulated", experiment_of(folder, updates)))
         reopened(copy).close()
     if mended.num_missing:
         raise RuntimeError(f"{mended.num_missing} events are missing")

@@ -414,7 +414,7 @@ class RunTail(Generic[R]):
             self.num_damaged += 1
 
     def _take_summary(self) -> bool:
-        """Read the summary, unless the run was resumed since, which it can be without having reached its end."""
+        """Read the summary, unless the run was resumed since."""
         if self._has_ended:
             return False
         try:

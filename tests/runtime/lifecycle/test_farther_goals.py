@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_and_crashes_again_forgets_its_first_end(tmp_path, mo
     simulated(*options, "--max_updates=18", f"--output={folder}")
     with crash(monkeypatch, 3):
         simulated("--resume", str(folder), "--max_updates=30")
-    assert versions(folder)[-1].stem < "version-000018"
+    assert versions(folder)[-1].stem < "version-000018" and read(folder).summary is None
     again = simulated("--resume", str(folder), "--max_updates=30")
     assert again["model_digest"] == longer["model_digest"] and replay(folder)["equal"] is True
     assert not check_books(folder).findings

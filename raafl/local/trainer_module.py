@@ -143,7 +143,7 @@ class TrainerModule(LightningModule):
         self.log("perplexity", self.perplexity)
 
     def _predict(self, batch: Any, *, loss_only: bool) -> tuple[Any, Any, Any]:
-        with self._bound() as trainer:
+        with self._bound(evaluates=True) as trainer:
             found: tuple[Any, Any, Any] = trainer.prediction_step(self.model, dict(batch), loss_only)
             self._log_metrics(trainer)
         return found
@@ -181,8 +181,11 @@ class TrainerModule(LightningModule):
         save_tensors(self.model.state_dict(), Path(folder), _log.warning)
 
     @contextmanager
-    def _bound(self) -> Iterator[Any]:
-        """Set this copy of the model as the Trainer's model during the ``with`` block."""
+    def _bound(self, *, evaluates: bool = False) -> Iterator[Any]:
+        """Set this copy of the model as the Trainer's model during the ``with`` block.
+
+        `evaluates`: whether the model computes in the mixed precision of the Trainer's arguments where no task has set one.
+        """
         trainer = self.trainer_of()
         # the Trainer is shared by tasks and evaluations, which may run at the same time
         with _LOCK, _restored(trainer, *_SET):
@@ -201,7 +204,8 @@ class TrainerModule(LightningModule):
             device = next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":
                 reference.to(device)
-            with _lent(trainer, vars(self.trainer_attributes)):
+            dtype = _autocast_dtype(device.type, trainer.args if evaluates else None)
+            with _forward_in(dtype, self.model, device.type), _lent(trainer, vars(self.trainer_attributes)):
                 yield trainer
 
     def _log_numbers(self, values: Mapping[str, Any]) -> None:
@@ -369,6 +373,41 @@ def _lent(trainer: Any, values: dict[str, Any]) -> Iterator[None]:
             attributes.pop(name, None)
             if name in before:
                 attributes[name] = before[name]
+
+
+def _autocast_dtype(kind: str, args: Any) -> torch.dtype | None:
+    """Return the dtype of mixed precision: that of the task on this type of device, else that of the Trainer's ``args``, if any."""
+    if kind == "meta":  # which autocast does not know: a step without values is followed there
+        return None
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None if args is None else torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+@contextmanager
+def _forward_in(dtype: torch.dtype | None, model: nn.Module, kind: str) -> Iterator[None]:
+    """In the ``with`` block, compute the model's forward in mixed precision, and the loss around it in full precision.
+
+    accelerate prepares a Trainer's model in this way: its outputs are float32. `dtype`: None = leave all as it is.
+    """
+    if dtype is None:
+        yield
+        return
+    from accelerate.utils import convert_outputs_to_fp32
+
+    given: Any = model.forward
+
+    @functools.wraps(given)
+    def forward(*args: object, **kwargs: object) -> object:
+        with torch.autocast(kind, dtype):
+            outputs = given(*args, **kwargs)
+        # a later forward converts the weights anew, as a Trainer's does: their gradients add up in float32
+        torch.clear_autocast_cache()
+        return outputs
+
+    with _restored(model, "forward"), torch.autocast(kind, enabled=False):
+        model.forward = convert_outputs_to_fp32(forward)
+        yield
 
 
 def _align(model: Any, processor: Any) -> None:

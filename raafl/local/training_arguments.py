@@ -97,7 +97,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     **_all("refused", "set per_device_train_batch_size", "auto_find_batch_size"),
     **_all(
         "refused",
-        "evaluations compute in the precision of the model's weights: leave it out",
+        "evaluations compute in the precision of the tasks: leave it out",
         *("bf16_full_eval", "fp16_full_eval"),
     ),
     **_all(

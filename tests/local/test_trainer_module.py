@@ -52,13 +52,29 @@ def test_perplexity_is_that_of_the_tokens_however_the_trainer_counts_them(tmp_pa
     assert model.final["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
 
 
-def test_an_evaluation_of_a_bf16_trainer_is_in_the_precision_of_the_weights(tmp_path: Path) -> None:
-    _, result = simulate(classifier(tmp_path, bf16=True), tmp_path)
-    batch = next(iter(classifier(tmp_path).get_eval_dataloader()))
-    with torch.no_grad():
-        assert result.final["loss"] == pytest.approx(float(result.module.float()(**batch).loss), abs=1e-7)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert result.final["loss"] != pytest.approx(float(result.module(**batch).loss), abs=1e-7)
+def contrasted(folder: Path, **changes: Any) -> Any:
+    """A classifier whose loss calls the model twice, and multiplies matrices outside of it."""
+    from transformers import Trainer
+
+    class Contrasted(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            loss, outputs = super().compute_loss(model, dict(inputs), return_outputs=True, **more)
+            again = model(**inputs).logits
+            loss = loss + (outputs.logits @ again.T).pow(2).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return classifier(folder, base=Contrasted, **changes)
+
+
+@pytest.mark.parametrize("make", (classifier, contrasted))
+def test_a_bf16_trainer_trains_and_evaluates_in_its_own_precision(make: Any, tmp_path: Path) -> None:
+    """accelerate autocasts the model's forward alone, whose outputs are float32, also at evaluations."""
+    changes = {"bf16": True, "label_smoothing_factor": 0.1}
+    alone, (_, result) = make(tmp_path / "alone", **changes), simulate(make(tmp_path, **changes), tmp_path)
+    alone.train()
+    found = dict(result.module.named_parameters())
+    assert all(torch.equal(value, found[name]) for name, value in alone.model.named_parameters())
+    assert result.final["loss"] == alone.evaluate()["eval_loss"]
 
 
 def test_parameters_beside_the_model_are_refused(tmp_path: Path) -> None:

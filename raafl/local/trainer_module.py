@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from raafl.errors import BadInput, briefly
 from raafl.lean_import import import_lightning
 from raafl.local.missing_steps import given_class, with_methods
+from raafl.local.trainer_attributes import RESTORED, lent, modules_of, restored, state_of, unchanged
 from raafl.local.training_arguments import ACCUMULATED, stopping_of
 from raafl.log import warn_once
 from raafl.submodel.cut.layers import copy_structure
@@ -31,10 +32,6 @@ from torchmetrics import Metric  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _NO_LABEL = -100
-_SET = ("model", "model_wrapped", "state", "log", "_prepare_inputs", "optimizer", "lr_scheduler", "_gen_kwargs")
-"""Attributes of the Trainer that are restored after a step."""
-_CACHES = ("_signature_columns", "_created_lr_scheduler", "current_gradient_accumulation_steps", "_total_train_tokens")
-"""Attributes that transformers and TRL set, on which no step depends."""
 _LOCK = threading.RLock()
 
 
@@ -56,8 +53,9 @@ class TrainerModule(LightningModule):
         self.model = trainer.model
         # a closure, since copies of the module would copy an attribute
         self.trainer_of = _holder(trainer)
-        # what steps of this copy have set on the Trainer; as attributes of a module they start again in each task
-        self.trainer_attributes = types.SimpleNamespace()
+        # what steps of this copy set or change on the Trainer; as attributes of a module they start again in each task
+        self.trainer_attributes = types.SimpleNamespace(**state_of(trainer))
+        self._modules_beside = modules_of(trainer)
 
     @property
     def loss_in_forward(self) -> bool:
@@ -188,7 +186,7 @@ class TrainerModule(LightningModule):
         """
         trainer = self.trainer_of()
         # the Trainer is shared by tasks and evaluations, which may run at the same time
-        with _LOCK, _restored(trainer, *_SET):
+        with _LOCK, restored(trainer, *RESTORED):
             trainer.state = copy.copy(trainer.state)
             trainer.log = lambda logs, *_, **__: self._log_numbers(logs)  # its own would call the trackers' callbacks
             trainer.model = trainer.model_wrapped = self.model
@@ -205,7 +203,11 @@ class TrainerModule(LightningModule):
             if isinstance(reference, nn.Module) and device.type != "meta":
                 reference.to(device)
             dtype = _autocast_dtype(device.type, trainer.args if evaluates else None)
-            with _forward_in(dtype, self.model, device.type), _lent(trainer, vars(self.trainer_attributes)):
+            with (
+                _forward_in(dtype, self.model, device.type),
+                unchanged(trainer, self._modules_beside),
+                lent(trainer, vars(self.trainer_attributes)),
+            ):
                 yield trainer
 
     def _log_numbers(self, values: Mapping[str, Any]) -> None:
@@ -320,7 +322,7 @@ class TrainerData(LightningDataModule):
 
     def _loader(self, make: Callable[[], Any]) -> object:
         """Call a Trainer's method that makes a data loader, without accelerate, which would shard the data by process."""
-        with _restored(accelerator := self.trainer_of().accelerator, "prepare"):
+        with restored(accelerator := self.trainer_of().accelerator, "prepare"):
             accelerator.prepare = lambda loader: loader
             loader = make()
         if isinstance(loader, DataLoader):
@@ -342,37 +344,6 @@ class _Collate:
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
         return dict(self.collate(rows))
-
-
-@contextmanager
-def _restored(owner: Any, *names: str) -> Iterator[None]:
-    """Let attributes of an object be set in the ``with`` block; afterwards it has those that were set on it before."""
-    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
-
-
-@contextmanager
-def _lent(trainer: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a Trainer in the ``with`` block; afterwards move those that the block has set to ``values``."""
-    attributes = vars(trainer)
-    before = dict(attributes)
-    attributes.update(values)
-    given = dict(attributes)
-    try:
-        yield
-    finally:
-        for name in [name for name in attributes if name not in (*_SET, *_CACHES)]:
-            if name not in given or attributes[name] is not given[name]:
-                values[name] = attributes[name]
-        for name in values:
-            attributes.pop(name, None)
-            if name in before:
-                attributes[name] = before[name]
 
 
 def _autocast_dtype(kind: str, args: Any) -> torch.dtype | None:
@@ -405,7 +376,7 @@ def _forward_in(dtype: torch.dtype | None, model: nn.Module, kind: str) -> Itera
         torch.clear_autocast_cache()
         return outputs
 
-    with _restored(model, "forward"), torch.autocast(kind, enabled=False):
+    with restored(model, "forward"), torch.autocast(kind, enabled=False):
         model.forward = convert_outputs_to_fp32(forward)
         yield
 

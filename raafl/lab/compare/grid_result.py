@@ -18,7 +18,7 @@ from raafl.lab.compare.comparison import Options
 from raafl.lab.compare.grid import Cell, Grid, GridRuns, replayed_seeds
 from raafl.lab.compare.processes import in_processes, log_of, replay, replay_difference
 from raafl.lab.compare.report import Cells, difference, p_value, result, short, time_cell, with_interval
-from raafl.lab.compare.results import differences, with_holm
+from raafl.lab.compare.results import differences, rules_of, with_holm
 from raafl.lab.compare.runs import Run, Runner, file_digest, provenance, resolve
 from raafl.lab.compare.statistics import ALPHA, RankTest, holm, rank_test
 from raafl.runfolder.schema import JOURNAL
@@ -30,17 +30,19 @@ Row = Mapping[str, Any]
 
 def grid_result(grid: Grid, runs: GridRuns, folder: Path) -> dict[str, Any]:
     """Return the result of a grid as JSON; for each task and fleet it also lists runs that are missing."""
+    cells = [_cell(grid, runs, cell, folder) for cell in grid.cells]
     return {
         "schema": SCHEMA,
         "name": grid.name,
         "about": grid.about,
         **provenance(),
+        "rules": rules_of(row for cell in cells for row in cell["rows"]),
         "seeds": list(grid.seeds),
         "search": asdict(grid.search),
         "tasks": {name: asdict(task) for name, task in grid.tasks.items()},
         "fleets": {name: asdict(fleet) for name, fleet in grid.fleets.items()},
         "methods": {name: asdict(method) for name, method in grid.methods.items()},
-        "cells": [_cell(grid, runs, cell, folder) for cell in grid.cells],
+        "cells": cells,
     }
 
 

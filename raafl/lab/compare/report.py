@@ -21,7 +21,7 @@ from raafl.devices.measure import measure_machine
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.lab.compare.comparison import Comparison
-from raafl.lab.compare.results import differences, gains, measure, summarize
+from raafl.lab.compare.results import differences, gains, measure, rules_of, summarize
 from raafl.lab.compare.runs import Outcome, machine_name, parsed, provenance
 from raafl.lab.compare.search import Trial, rungs
 from raafl.lab.plan.dry import Prediction, World, predict
@@ -65,6 +65,7 @@ def result(
         "eval_every": comparison.eval_every,
         "reference": comparison.reference,
         **provenance(),
+        "rules": rules_of(rows),
         "rows": rows,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from raafl.devices.files import load_devices
 from raafl.lab.compare.comparison import Comparison
 from raafl.lab.compare.runs import Outcome, file_digest, made_by
 from raafl.lab.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to
+from raafl.rules import CURRENT, recorded_revision
 from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, METRICS, TESTED, Summary
 
 COLUMNS = (
@@ -57,6 +58,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "config_digest": run.digest,
         "code_digest": outcome.code,
     } | made_by(outcome.folder)
+    known |= {"rules": recorded_revision(config)} if (config := _config_of(outcome.folder)) else {}
     if summary is None:
         return {**known, "error": outcome.error}
     curve = curve_of(outcome.folder, comparison.metric)
@@ -259,13 +261,26 @@ def _plain(value: Interval | None) -> dict[str, Any] | None:
     return {"mean": value.mean, "half": value.half, "num": value.num, "excludes_0": value.excludes_0}
 
 
+def rules_of(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return the oldest revision of the rules that a run of these rows followed; that of this code if none has started."""
+    return min((run["rules"] for row in rows for run in row["runs"] if "rules" in run), default=CURRENT)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return the config of a run folder; empty if the run has written none."""
+    try:
+        return dict(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+
+
 def energy_kj(folder: Path) -> float | None:
     """Estimate the energy in kilojoules that the clients used for finished tasks, including transfers.
 
     Returns:
         The energy; None if the power of a client's device is unknown.
     """
-    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    config = _config_of(folder)
     devices = config.get("devices")
     if devices is None:
         return None

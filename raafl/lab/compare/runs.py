@@ -35,7 +35,6 @@ from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Options
 from raafl.lab.compare.processes import check_free, in_processes, ranks_log, start
 from raafl.lab.report.groups import of_experiment
-from raafl.rules import CURRENT
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
@@ -413,12 +412,11 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def provenance() -> dict[str, Any]:
-    """Return the date, hardware, versions, commit and rules of this process, to be stored with a result."""
+    """Return the date, hardware, versions and commit of this process, to be stored with a result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "code_digest": code_digest(),
-        "rules": CURRENT,
         "hardware": {
             "processor": processor(),
             "gpus": gpus(),

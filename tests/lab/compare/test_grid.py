@@ -15,6 +15,7 @@ from raafl.errors import BadInput, RunFailed
 from raafl.lab.compare import grid, runs
 from raafl.lab.compare.grid import read_grid
 from raafl.lab.compare.grid_result import cell_table, load_grid, overall, standings
+from raafl.rules import CURRENT
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -36,7 +37,7 @@ FILES = {
     "fleets/alike": {"devices": [{"name": "one", "flops_per_s": 2e7}], "max_time": {"digits": "1s"}},
     "fleets/jetsons": {"devices": "fleet:four-classes/4e4", "max_time": {"digits": 1}, "task_s": {"digits": 0.5}},
     "methods/avg": {"options": "--algorithm fed_avg"},
-    "methods/each": {"options": "--algorithm fed_async", "tasks": {"digits": "--algorithm.alpha 0.5"}},
+    "methods/each": {"options": "--algorithm fed_async --rules 6", "tasks": {"digits": "--algorithm.alpha 0.5"}},
     "methods/mine": {
         "options": "--algorithm fed_buff --algorithm.buffer_size 2 --algorithm.submodel raafl.parts.RateSelect "
         "--algorithm.submodel.seconds {task_s}"
@@ -73,6 +74,12 @@ def test_each_cell_has_its_rows_with_the_settings_of_one_search(finished):
     here, there = ({row["row"]: row["searched"] for row in cell["rows"]} for cell in result["cells"])
     assert here == there and all(len(searched["trials"]) == 2 for searched in here.values())
     assert "fleet:four-classes/4e4" in result["cells"][1]["rows"][0]["runs"][0]["command"]
+
+
+def test_a_result_says_by_which_rules_each_run_ran_and_of_all_the_oldest(finished):
+    _, _, result = finished
+    ran = {(row["row"], run["rules"]) for cell in result["cells"] for row in cell["rows"] for run in row["runs"]}
+    assert ran == {("avg", CURRENT), ("each", 6)} and result["rules"] == 6
 
 
 def test_devices_of_a_task_count_before_those_of_all(tmp_path):

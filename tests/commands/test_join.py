@@ -73,6 +73,44 @@ def test_a_run_that_ends_before_a_client_has_its_config_is_a_good_end():
         told_to_stop("refused: client is 1: this run has no client")
 
 
+def test_a_second_client_of_one_process_is_refused():
+    """Both would seed torch's generator, of which there is one: with dropout each would change the other's update."""
+
+    class Built:
+        notes = ()
+        experiment = SimpleNamespace(
+            algorithm=fed_avg(), secure_aggregation=SimpleNamespace(is_on=False), waits=Timeouts()
+        )
+
+        def __init__(self, run):
+            self.run = run
+
+        def client(self, pair, **_):
+            return SimpleNamespace(
+                info=SimpleNamespace(id=2), run=self.run, unsent=None, num_answered=0, has_task=False
+            )
+
+    def other():
+        return join(listener.address, 2, TOKEN, lambda _: Built(lambda: "done"), needs_config=False)
+
+    def refused():
+        with pytest.raises(RunFailed) as failed:
+            other()
+        said.append(str(failed.value))
+
+    def first():
+        thread = threading.Thread(target=refused)
+        thread.start()
+        thread.join(WAIT_S)
+        return "max_updates"
+
+    said = []
+    with Listener("127.0.0.1:0", TOKEN, lambda pair, peer: None, lambda reason: None) as listener:
+        assert join(listener.address, 1, TOKEN, lambda _: Built(first), needs_config=False) == "max_updates"
+        assert "client 2: another client works in this process" in said[0]
+        assert other() == "done"  # once the first has ended
+
+
 def test_a_client_that_builds_its_model_while_the_run_ends_is_told():
     """The server's STOP lies in the closed connection until the client has built its model and looks."""
 

@@ -7,6 +7,7 @@ or after SIGTERM, also as another version of the package. A server that refuses 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,8 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # successive refusals before a client gives up; fewer may come from a server that ends, or from a flipped bit
 _FIRST_NOTE_S = 60.0  # seconds of a search until the user is reminded of it; then twice as many each time
 _CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
+_WORKS = threading.Lock()
+"""Lock of this process's client: tasks of two, in several threads, would draw from the same generators."""
 _CLOSED = "connection-closed"  # reason code of a connection that the peer closed
 
 
@@ -121,12 +124,19 @@ def _ended(client: int, reason: str) -> str:
 
 def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
     """Run the client; if its code fails on its own data, show the traceback here, since the server does not get it."""
+    if not _WORKS.acquire(blocking=False):
+        raise RunFailed(
+            f"client {worker.info.id}: another client works in this process, and both would draw from the same random "
+            "generators: give each client a process of its own"
+        )
     try:
         return worker.run()
     except TaskFailed as failed:
         if site.info.own_data:
             say(failed.traceback)
         raise
+    finally:
+        _WORKS.release()
 
 
 def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:

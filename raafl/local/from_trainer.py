@@ -31,7 +31,7 @@ _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 """Environment variables by which a Trainer would join torchrun's process group."""
 _OWN_LOOP = (
     *("train", "_inner_training_loop", "_prepare_inputs", "training_step", "get_batch_samples", "_clip_grad_norm"),
-    *("evaluate", "evaluation_loop", "log"),
+    *("evaluate", "evaluation_loop", "log", "_run_epoch", "_evaluate", "_maybe_log_save_evaluate", "_prepare_input"),
 )
 """Methods around the loss that a federated task does not call."""
 _LOSS_WRAPPERS = (
@@ -239,7 +239,7 @@ def check_trainer(trainer: Any) -> None:
     """Raise `BadInput` for a Trainer of which a federated task would leave something out."""
     kind, base = type(trainer).__name__, _trainer_class()
     for name in _OWN_LOOP:
-        owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
+        owner = next((cls for cls in type(trainer).__mro__ if name in vars(cls)), base)  # older versions lack some
         if owner is base or (name in ("training_step", "evaluate") and owner.__module__ in _LOSS_WRAPPERS):
             continue
         if name == "evaluate" and owner.__module__ == _GENERATES:
@@ -252,7 +252,7 @@ def check_trainer(trainer: Any) -> None:
                 f"trainer is a {kind}, which makes its batches from the model as it trains: only trainers of a fixed data set "
                 "can be shared out, such as SFTTrainer, DPOTrainer and RewardTrainer"
             )
-        where = "prediction_step or compute_metrics" if name.startswith("eval") else "compute_loss"
+        where = "prediction_step or compute_metrics" if name.lstrip("_").startswith("eval") else "compute_loss"
         raise BadInput(f"{kind}.{name} is not called in a federated task: put what it does into {where}")
     if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
         raise BadInput(

@@ -340,8 +340,8 @@ REFUSED = {
     "train_sampling_strategy is group_by_length: give 'random'": lambda folder: classifier(
         folder, train_sampling_strategy="group_by_length"
     ),
-    "has no effect in a federated task: evaluations compute in the precision of the model's weights": lambda folder: (
-        classifier(folder, bf16_full_eval=True)
+    "has no effect in a federated task: evaluations compute in the precision of the tasks": lambda folder: classifier(
+        folder, bf16_full_eval=True
     ),
     "lr_scheduler_type is greedy": lambda folder: classifier(folder, lr_scheduler_type="greedy", eval_strategy="epoch"),
     "callback Own, which a federated task does not call": with_callback,
@@ -349,6 +349,10 @@ REFUSED = {
         folder, base=with_own("log")
     ),
     "Own.training_step is not called": lambda folder: classifier(folder, base=with_own("training_step")),
+    "Own._maybe_log_save_evaluate is not called": lambda folder: classifier(
+        folder, base=with_own("_maybe_log_save_evaluate")
+    ),
+    "Own._prepare_input is not called": lambda folder: classifier(folder, base=with_own("_prepare_input")),
     "makes its batches from the model": lambda folder: classifier(folder, base=with_own("_prepare_inputs")),
     "was given optimizers=, or was trained before": with_optimizer,
     "has no train_dataset": without_data,

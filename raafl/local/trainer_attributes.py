@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
+from raafl.lean_import import import_lightning
+
+import_lightning()
+from torchmetrics import Metric  # noqa: E402
 
 RESTORED = ("model", "model_wrapped", "state", "log", "_prepare_inputs", "optimizer", "lr_scheduler", "_gen_kwargs")
 """Attributes that are restored after a step."""
@@ -93,7 +97,7 @@ def _holds_data(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     if isinstance(value, Tensor | np.ndarray):
         return value.nbytes <= _SMALL_BYTES
-    if isinstance(value, torch.Generator | random.Random | np.random.Generator | bytearray):
+    if isinstance(value, torch.Generator | random.Random | np.random.Generator | bytearray | Metric):
         return True
     parts: list[Any] = []
     if isinstance(value, dict):
@@ -115,7 +119,11 @@ def _is_of_library(kind: type) -> bool:
 def modules_of(trainer: Any) -> tuple[str, ...]:
     """Return the names of the attributes that are modules of the user's own, such as a teacher, which all copies share."""
     given = _given(trainer) | _LEFT
-    return tuple(name for name, value in vars(trainer).items() if isinstance(value, nn.Module) and name not in given)
+    return tuple(
+        name
+        for name, value in vars(trainer).items()
+        if name not in given and isinstance(value, nn.Module) and not isinstance(value, Metric)
+    )
 
 
 @contextmanager

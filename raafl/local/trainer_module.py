@@ -326,7 +326,7 @@ class TrainerData(LightningDataModule):
             accelerator.prepare = lambda loader: loader
             loader = make()
         if isinstance(loader, DataLoader):
-            loader.collate_fn = _Collate(loader.collate_fn)
+            loader.collate_fn = _Collate(_without_seed(loader.collate_fn))
         return loader
 
     def __repr__(self) -> str:
@@ -334,6 +334,22 @@ class TrainerData(LightningDataModule):
         sets = (trainer.train_dataset, trainer.eval_dataset)
         train, test = ("None" if one is None else f"{type(one).__name__} of {len(one)}" for one in sets)
         return f"TrainerData(train={train}, test={test}, batch_size={trainer.args.train_batch_size})"
+
+
+def _without_seed(collate: Any) -> Any:
+    """Return a collator that draws from the global generators, which tasks and evaluations seed, in place of one of its own.
+
+    A collator of transformers with a `seed` makes its generator at the first batch, and goes on with it from client to client.
+    """
+    if getattr(collate, "seed", None) is None or not hasattr(collate, "create_rng"):
+        return collate
+    kind = type(collate).__name__
+    warn_once(
+        _log, f"{kind}.seed is {collate.seed}: its masks are drawn by the seed of the run instead, anew for each task"
+    )
+    shared = copy.copy(collate)
+    shared.seed = shared.generator = None
+    return shared
 
 
 @dataclass(frozen=True)

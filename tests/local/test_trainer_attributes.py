@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 import raafl
 from raafl.errors import BadInput
@@ -38,6 +39,11 @@ def metered(trainer: Any) -> float:
     return float(trainer.meter.steps)
 
 
+def measured(trainer: Any) -> float:
+    trainer.mean.update(1 + trainer.mean.update_count)
+    return float(trainer.mean.compute())
+
+
 @torch.no_grad()
 def taught(trainer: Any) -> float:
     return float(trainer.teacher.weight.add_(1).mean())
@@ -51,7 +57,7 @@ def changing(folder: Path, weigh: Any) -> Any:
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self.seen, self.center, self.meter = defaultdict(list), torch.zeros(()), Meter()
-            self.teacher = torch.nn.Linear(1, 1)
+            self.teacher, self.mean = torch.nn.Linear(1, 1), MeanMetric()
             self.rows, self.names, self.counter = list(range(20_000)), ("a", "b"), itertools.count()
             self.large, self.owner, self.weigh = torch.empty(1 << 23), [self], weigh
 
@@ -63,7 +69,7 @@ def changing(folder: Path, weigh: Any) -> Any:
     return plain(folder, base=Changing, warmup_steps=0)
 
 
-@pytest.mark.parametrize("weigh", (appended, averaged, metered))
+@pytest.mark.parametrize("weigh", (appended, averaged, metered, measured))
 def test_what_a_loss_changes_in_place_starts_again_in_each_task(weigh: Any, tmp_path: Path) -> None:
     alone, given = changing(tmp_path, weigh), changing(tmp_path, weigh)
     alone.train()
@@ -89,5 +95,5 @@ def test_what_is_no_state_of_a_loss_is_shared(tmp_path: Path) -> None:
     """Neither data sets and tables, nor large tensors, nor what leads to the Trainer itself is copied for each task."""
     trainer = changing(tmp_path, appended)
     copies = state_of(trainer)
-    assert copies.keys() == {"seen", "center", "meter", "label_names"}
+    assert copies.keys() == {"seen", "center", "meter", "mean", "label_names"}
     assert copies["meter"] is not trainer.meter and modules_of(trainer) == ("teacher",)

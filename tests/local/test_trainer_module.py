@@ -121,3 +121,28 @@ def test_what_a_loss_keeps_in_the_trainer_starts_again_in_each_task(
     assert "num_losses" not in vars(given)
     federation, _ = simulate(given, tmp_path / "two", clients=2, max_updates=4)
     assert federation.replay(tmp_path / "two" / "run", raafl.from_trainer(counting(tmp_path)))["equal"]
+
+
+def masked(folder: Path) -> Any:
+    from datasets import Dataset
+    from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    torch.manual_seed(1)
+    draws, words = random.Random(0), tokenizer()
+    words.add_special_tokens({"mask_token": "<mask>"})
+    model = BertForMaskedLM(
+        BertConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    )
+    rows = Dataset.from_list([words(text(draws, 8)) for _ in range(16)])
+    given = {"train_dataset": rows, "eval_dataset": rows, "processing_class": words}
+    collate = DataCollatorForLanguageModeling(words, seed=3)
+    return Trainer(model, TrainingArguments(**arguments(folder)), data_collator=collate, **given)
+
+
+def test_the_seed_of_a_collator_gives_way_to_the_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its generator would go on from client to client, so that a replay drew other masks."""
+    trainer = masked(tmp_path)
+    federation, _ = simulate(trainer, tmp_path, clients=2, max_updates=4)
+    assert federation.replay(tmp_path / "run", raafl.from_trainer(masked(tmp_path)))["equal"]
+    assert "DataCollatorForLanguageModeling.seed is 3: its masks are drawn by the seed of the run" in caplog.text
+    assert (trainer.data_collator.seed, trainer.data_collator.generator) == (3, None)

@@ -96,7 +96,7 @@ def _holds_data(value: Any, seen: set[int]) -> bool:
         return all(_holds_data(item, seen) for item in value)
     seen.add(id(value))
     if isinstance(value, Tensor | np.ndarray):
-        return value.nbytes <= _SMALL_BYTES
+        return value.nbytes <= _SMALL_BYTES and getattr(value, "is_leaf", True)  # others have no copies
     if isinstance(value, torch.Generator | random.Random | np.random.Generator | bytearray | Metric):
         return True
     parts: list[Any] = []

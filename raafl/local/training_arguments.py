@@ -126,8 +126,8 @@ _REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "it goes by evaluations, which a task has none of: give another",
     ),
     "optim": (
-        ("lomo", "adalomo"),
-        "it steps within the backward pass: give another",
+        ("lomo", "adalomo", "schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"),
+        "a task calls nothing of an optimizer but its step, and this one needs more: give another",
     ),
 }
 

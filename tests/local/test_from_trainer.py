@@ -343,6 +343,9 @@ REFUSED = {
     "has no effect in a federated task: evaluations compute in the precision of the tasks": lambda folder: classifier(
         folder, bf16_full_eval=True
     ),
+    "optim is schedule_free_adamw: a task calls nothing of an optimizer but its step": lambda folder: classifier(
+        folder, optim="schedule_free_adamw"
+    ),
     "lr_scheduler_type is greedy": lambda folder: classifier(folder, lr_scheduler_type="greedy", eval_strategy="epoch"),
     "callback Own, which a federated task does not call": with_callback,
     "Own.log is not called in a federated task: put what it does into compute_loss": lambda folder: classifier(

@@ -134,8 +134,8 @@ def unchanged(trainer: Any, names: tuple[str, ...]) -> Iterator[None]:
     for name, versions in zip(names, before, strict=True):
         if _versions(getattr(trainer, name)) != versions:
             raise BadInput(
-                f"{type(trainer).__name__}.{name} changes in a step, so it would carry over from client to client: leave "
-                "it as it is, or keep what changes in buffers of the model"
+                f"{type(trainer).__name__}.{name} changes in a step, so it would carry over from client to client: put it "
+                "into eval mode if it only computes, or keep what changes in buffers of the model"
             )
 
 

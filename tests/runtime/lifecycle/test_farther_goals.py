@@ -108,3 +108,17 @@ def test_real_clients_go_on_from_the_end(tmp_path):
         assert not check_books(resumed.folder).findings and equal_replay(made, resumed)
     assert resumed.rows()[:8] == first.rows()[:8]
     assert read(resumed.folder).summary["updates_merged"] == 24
+
+
+def test_what_cannot_be_resumed_is_named(tmp_path):
+    simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
+    with pytest.raises(
+        BadInput, match=r"whose run is finished \(max_updates\): give a farther max_updates to go on, or"
+    ):
+        simulated("--resume", str(tmp_path / "done"))
+    with pytest.raises(
+        BadInput, match=r"output is 'elsewhere', but .* goes on in its own folder, '.*done': leave output"
+    ):
+        simulated("--resume", str(tmp_path / "done"), "--output=elsewhere")
+    with pytest.raises(BadInput, match="which is not a run folder"):
+        simulated("--resume", str(tmp_path / "nowhere"))

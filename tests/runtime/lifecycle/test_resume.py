@@ -285,20 +285,6 @@ def test_settings_that_are_not_as_in_the_folder_are_named_and_refused_if_strict(
     assert again["updates_merged"] >= 24 and replay(tmp_path / "copy")["equal"] is True
 
 
-def test_what_cannot_be_resumed_is_named(tmp_path):
-    simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
-    with pytest.raises(
-        BadInput, match=r"whose run is finished \(max_updates\): give a farther max_updates to go on, or"
-    ):
-        simulated("--resume", str(tmp_path / "done"))
-    with pytest.raises(
-        BadInput, match=r"output is 'elsewhere', but .* goes on in its own folder, '.*done': leave output"
-    ):
-        simulated("--resume", str(tmp_path / "done"), "--output=elsewhere")
-    with pytest.raises(BadInput, match="which is not a run folder"):
-        simulated("--resume", str(tmp_path / "nowhere"))
-
-
 def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
     """6,000 tasks, of which the checkpoint knows 4,500; as lists and dictionaries they take 12 MB."""
     num, kept = 6_000, 4_500

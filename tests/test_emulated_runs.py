@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import raafl
 from model_zoo import MLP
 from raafl.algorithms import ca2fl, fadas, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.compression.plan import Compress
 from raafl.config.experiment import SubmodelOptions
 from raafl.core.algorithm import Training
 from raafl.core.options import Guard
+from raafl.local import from_trainer
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.executors import batched
@@ -26,6 +28,7 @@ from tests.helpers.crash import crash, simulated
 from tests.helpers.emulated_cuda import Emulated
 from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish
+from tests.helpers.small_trainers import classifier
 
 CLIENTS = FabricOptions(accelerator="cuda")  # takes cuda:0
 QUICK = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -171,3 +174,28 @@ def test_server_and_clients_on_an_emulated_gpu_or_not(tmp_path, emulated_cuda: E
     assert emulated_cuda.counts.total() == 0
     found = finish(experiment(tmp_path / "gpu", name, **short, server_device=server, fabric=CLIENTS))
     assert found.digest == plain.digest
+
+
+@pytest.mark.parametrize("more", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "a loss outside the model"])
+def test_a_trainer_in_bf16_computes_on_an_emulated_gpu_what_it_computes_on_the_cpu(
+    tmp_path, monkeypatch, request, more
+):
+    """Its model alone is autocast, by the device's own autocast, in tasks and evaluations."""
+    pytest.importorskip("transformers")
+    device_of = from_trainer.fabric_of  # the Trainer itself is made for the CPU, for want of a GPU
+
+    def run(name, fabric):
+        federation = raafl.Federation(
+            "fed_avg", clients=2, max_updates=4, progress="quiet", output=tmp_path / name, fabric=fabric
+        )
+        trainer = classifier(tmp_path, num=12, bf16=True, **more)
+        return federation.simulate(raafl.from_trainer(trainer)).summary
+
+    plain = run("cpu", FabricOptions(accelerator="cpu"))
+    monkeypatch.setattr(
+        from_trainer, "fabric_of", lambda args: {**device_of(args), "accelerator": "cuda", "capture": "off"}
+    )
+    emulated = request.getfixturevalue("emulated_cuda")
+    there = run("gpu", FabricOptions(accelerator="cuda", capture="off"))
+    assert emulated.counts["to host"] > 0
+    assert (there["model_digest"], there["final"]) == (plain["model_digest"], plain["final"])

@@ -300,6 +300,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     # miss it
     _device_constructors()
     made = Emulated()
+    enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     start, tensor, as_tensor, plain_to = threading.Thread.start, torch.tensor, torch.as_tensor, torch.Tensor.to
     autocast, plain_grouped = torch.autocast.__init__, torch._C._group_tensors_by_device_and_dtype
 
@@ -413,6 +414,8 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(threading.Thread, "start", start_inside)
     monkeypatch.setattr(torch.autocast, "__init__", autocasts)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": enabled("cpu" if kind == "cuda" else kind))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: dtype_of("cpu" if kind == "cuda" else kind))
     monkeypatch.setattr(torch, "Generator", generators(made))
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "cuda", cuda)

@@ -496,13 +496,14 @@ def go_on(run: Any, saved: SavedRun) -> None:
         # the row is on the disk before the tables are cut back, since these alone tell which merges are undone
         with reopened(run.folder, run.progress.warn) as folder:
             folder.signer = run.signer
-            if saved.undone is not None:  # before all else: a later resume must not take it for the run's last state
-                saved.undone.unlink()
             # seal first, and only rows that stay: else a process killed after it added a row would leave a finished run
             # with an extra row, and one killed after it cut a table would leave one with too few
             sealed = replace(folder.sealed(), tables=tables)
             if not folder.seal(sealed, coordinator.state.version, [CONFIG], altered=altered):
                 raise OSError(f"{SEALS} takes no row")
+            # after the seal, since the one before has this file's digest, and before the row, by which its events count no more
+            if saved.undone is not None:
+                saved.undone.unlink()
             if mended.num_missing:
                 folder.gap(mended.num_missing)
                 run.progress.warn(missing(run.folder, mended.num_missing))

@@ -10,10 +10,11 @@ from raafl.core.options import Privacy, Subfederations
 from raafl.errors import BadInput
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoints import versions
+from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.reading import read
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
-from tests.helpers.crash import crash, simulated
+from tests.helpers.crash import Crash, crash, simulated
 from tests.helpers.real_ranks import ranks
 from tests.helpers.small_runs import equal_replay, experiment, finish
 from tests.runtime.lifecycle.test_resume import CONFIG, SMALL, contents, metric_rows
@@ -88,6 +89,24 @@ def test_a_run_that_goes_on_and_crashes_again_forgets_its_first_end(tmp_path, mo
     again = simulated("--resume", str(folder), "--max_updates=30")
     assert again["model_digest"] == longer["model_digest"] and replay(folder)["equal"] is True
     assert not check_books(folder).findings
+
+
+@pytest.mark.parametrize("dies_in", ["seal", "event"])
+def test_a_run_that_dies_as_it_goes_on_has_true_books(tmp_path, monkeypatch, dies_in):
+    """Its end is deleted between a seal, as the one before has the digest of it, and the row by which its events count no more."""
+    first = finish(lasting(tmp_path / "run"))
+    again = lasting(None, max_updates=20, resume=str(first.folder))
+
+    def die(*_, **__):
+        raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(RunFolder, dies_in, die)
+        simulate(again)
+    assert not check_books(first.folder).findings and read(first.folder).summary is not None
+    resumed = finish(again)
+    assert resumed.summary["updates_merged"] == 20 and resumed.summary["warnings"] == []
+    assert not check_books(first.folder).findings and equal_replay(again, resumed)
 
 
 def test_real_clients_go_on_from_the_end(tmp_path):

@@ -24,7 +24,7 @@ from raafl.config.options import seconds
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
-from raafl.core.types import ENDS, Limits
+from raafl.core.types import ENDS, EPSILON, Limits
 from raafl.errors import BadInput, RunFailed
 from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
@@ -125,11 +125,11 @@ def _finished(last: SavedRun, experiment: Experiment) -> SavedRun:
     simulation goes on from the checkpoint before its end, as if it had had this goal from the start. Otherwise the run may
     lack only its last evaluation and its summary.
     """
-    reason, section = last.section["finished"], last.section
+    reason, reached = last.section["finished"], _reached(last.section, experiment)
     ended = f"resume is '{last.folder}', whose run is finished ({reason})"
-    if _is_farther(reason, section, experiment):
+    if reason != EPSILON and not reached:
         if last.restarts:
-            return replace(last, section={**section, "finished": None})
+            return replace(last, section={**last.section, "finished": None})
         *older, end = checkpoint.versions(last.folder)
         if older:
             return replace(_read(last.folder, older[-1]), undone=end)
@@ -139,25 +139,23 @@ def _finished(last: SavedRun, experiment: Experiment) -> SavedRun:
                 "begins with the same updates"
             )
     elif has_ended(last.folder):
-        farther = f"give a farther {reason} to go on" if reason in _GOALS else "its budget is spent"
-        raise BadInput(f"{ended}: {farther}, or start a new one")
+        farther = "" if reason == EPSILON else f"give a farther {' and '.join(reached)} to go on, or "
+        raise BadInput(f"{ended}: {farther}start a new one")
     return last
 
 
-_GOALS = ("max_updates", "max_time", "target")
-"""Reasons of an end which is undone where the goal of this name is farther."""
-
-
-def _is_farther(reason: str, section: dict[str, Any], experiment: Experiment) -> bool:
-    """Check whether a run that is finished for a ``reason`` would not be so by the goals of ``experiment``."""
-    if reason == "target":
-        targets = [str(target) for target in experiment.targets()]
-        return not targets or any(section["record"]["time_to"].get(name) is None for name in targets)
-    if reason == "max_time":
-        most, now = seconds(reason, experiment.max_time), section["clock"]["now"]
-    else:
-        most, now = experiment.max_updates, section["coordinator"]["merged"]
-    return reason in _GOALS and (most is None or most > now)
+def _reached(section: dict[str, Any], experiment: Experiment) -> list[str]:
+    """Return the names of the goals of ``experiment`` that a run has reached at its checkpoint."""
+    record, targets = section["record"], experiment.targets()
+    measured = {name: value for name, value in {**record["row"], **record["metrics"]}.items() if value is not None}
+    most, most_s = experiment.max_updates, seconds("max_time", experiment.max_time)
+    goals = {
+        "max_updates": most is not None and most <= section["coordinator"]["merged"],
+        "max_time": most_s is not None and most_s <= section["clock"]["now"],
+        "target": bool(targets)
+        and all(record["time_to"].get(str(target)) is not None or target.met(measured) for target in targets),
+    }
+    return [name for name, is_reached in goals.items() if is_reached]
 
 
 def has_ended(folder: Path) -> bool:

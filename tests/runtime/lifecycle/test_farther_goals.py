@@ -67,6 +67,25 @@ def test_a_simulation_of_regions_and_one_with_privacy_go_on_from_before_their_en
         assert not check_books(resumed.folder).findings
 
 
+NOT_FARTHER = {
+    "nearer target": ("target", {"max_updates": None, "target": "accuracy=0.25"}, "target"),
+    "nearer time": ("max_updates", {"max_updates": 20, "max_time": 0.1}, "max_time"),
+    "same target": ("target", {"max_updates": 99, "target": ["accuracy=0.3"], "max_time": 0.1}, "max_time and target"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FARTHER)
+def test_a_run_that_has_reached_another_goal_given_stays_as_it_is(tmp_path, name):
+    reason, given, wanted = NOT_FARTHER[name]
+    first = finish(lasting(tmp_path / "run", **GOALS[reason][0]))
+    before = contents(first.folder)
+    with pytest.raises(
+        BadInput, match=rf"is finished \({reason}\): give a farther {wanted} to go on, or start a new one"
+    ):
+        simulate(lasting(None, **given, resume=str(first.folder)))
+    assert contents(first.folder) == before
+
+
 def test_a_simulation_whose_only_checkpoint_is_its_end_starts_anew(tmp_path):
     first = finish(lasting(tmp_path / "run", checkpoint_every=None))
     before = contents(first.folder)

@@ -265,6 +265,9 @@ def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
     """Compare each file with the latest seal that lists it; a finished run must have the sealed files and no others."""
     sealed: dict[str, str] = {}
     for seal in seals:
+        if seal.data.get("final") is not True:
+            # a run that is resumed after an end writes its best checkpoint and its model anew, and seals them at its end
+            sealed = {name: digest for name, digest in sealed.items() if name.startswith(_UNCHANGED)}
         sealed |= seal.data["files"]
     there = {*_files(folder, CHECKPOINTS), *_files(folder, MODEL)}
     for name in sorted({*sealed, *there}):
@@ -279,6 +282,9 @@ def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
                 books.findings.append(f"{shown} was altered")
         elif name == SUMMARY or (name != CONFIG and name in seals[-1].data["files"]):  # a run deletes old checkpoints
             books.findings.append(f"{shown} was removed")
+
+
+_UNCHANGED: Final = (CONFIG, SUMMARY, f"{CHECKPOINTS}/version-")
 
 
 def _files(folder: Path, name: str) -> list[str]:

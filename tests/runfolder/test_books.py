@@ -74,6 +74,28 @@ def test_a_run_that_goes_on_or_was_killed_is_signed_to_its_last_checkpoint(tmp_p
     assert signature_warning(path) is None and signature_warning(path, unsealed=True) == books.line()
 
 
+def test_a_run_that_goes_on_after_its_end_writes_its_model_and_its_best_version_anew(tmp_path, signer):
+    """A server that is killed before the second end has replaced what the first end has sealed, and nobody altered it."""
+    path = write(tmp_path / "run", signer, end=False)
+    again = ("model/weights", "checkpoints/best.ckpt")
+    with reopened(path) as run:
+        (path / "model").mkdir()
+        for name in again:
+            (path / name).write_bytes(b"{}")
+        run.signer = signer
+        run.seal(run.sealed(), 2, [], final=True)
+    (path / "model" / "weights").write_bytes(b"altered")
+    assert check_books(path).findings == ["model/weights was altered"]
+    with reopened(path) as run:
+        run.signer = signer
+        run.seal(run.sealed(), 2, ["config.yaml"])
+    for name in again:
+        (path / name).write_bytes(b"anew")
+    assert check_books(path).findings == []
+    (path / "checkpoints" / "version-000002.ckpt").write_bytes(b"altered")
+    assert check_books(path).findings == ["checkpoints/version-000002.ckpt was altered"]
+
+
 def test_what_a_killed_run_left_unsealed_is_sealed_once_it_was_resumed(tmp_path, signer):
     path = write(tmp_path / "run", signer, end=False)
     for name in ("events.jsonl", "metrics.csv", "clients.csv", "seals.jsonl"):

@@ -26,8 +26,9 @@ ROLLED_BACK: Final = "rolled_back"
 class BestCheckpoint(RunHooks):
     """Observer that writes `checkpoints/best.ckpt` whenever an evaluated model is better than all earlier ones.
 
-    A resumed run on the wall clock has undone the merges after its checkpoint. A stored model of one of these stays, since no
-    other is as good, but its file and the summary say that it was rolled back: its version names another model now.
+    A resumed run on the wall clock has undone the merges after its checkpoint, a simulation that goes on from before its end
+    the merge of the rest at that end. A stored model of one of these stays, since no other is as good, but its file and the
+    summary say that it was rolled back: its version may name another model now.
 
     `best`: version, metric and value of the stored model, for the summary; None = no model is stored yet.
     """
@@ -38,21 +39,24 @@ class BestCheckpoint(RunHooks):
         self._metric, self._mode = ranking(str(run.parts.experiment.keep_best))
         self.best: dict[str, Any] | None = None
         self._newest = math.inf  # last version that a stored model may have, unless it was rolled back
+        self._repeats = False  # whether the run comes to most of its rolled back versions again
 
     def begin(self, run: Run, saved: Any = None) -> None:
-        """Note from which version the run goes on, if it does not repeat those after that."""
-        if saved is not None and saved.restarts:
+        """Store from which version the run goes on, if it may not come to the same later versions again."""
+        if saved is not None and (saved.restarts or saved.undone is not None):
             self._newest = saved.section["coordinator"]["version"]
+            self._repeats = not saved.restarts
 
     def opened(self) -> None:
         """Continue from the checkpoint in the folder, if the run is resumed."""
         self.best = self._found()
         if self.best is not None and self.best["version"] > self._newest and not self.best.get(ROLLED_BACK):
             self.best[ROLLED_BACK] = True
-            self._run.progress.warn(
-                f"{CHECKPOINTS}/{NAME} is of version {self.best['version']}, which was rolled back: it stays until a later "
-                f"version has a better {self._metric}"
-            )
+            if not self._repeats:
+                self._run.progress.warn(
+                    f"{CHECKPOINTS}/{NAME} is of version {self.best['version']}, which was rolled back: it stays until the "
+                    f"{self._metric} of a later one is as good"
+                )
             content = checkpoint_reader.load_plain(self._path)
             content["raafl"]["state"]["best"] = self.best
             self._write(self.best["version"], lambda: content)
@@ -93,6 +97,8 @@ class BestCheckpoint(RunHooks):
         if self.best is None:
             return True
         before = float(self.best["value"])
+        if value == before:
+            return ROLLED_BACK in self.best
         return value < before if self._mode == "min" else value > before
 
     @property

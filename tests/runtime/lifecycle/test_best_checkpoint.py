@@ -38,8 +38,8 @@ def keeping(folder, model, metric, saved=None, warnings=None):
     return observer
 
 
-def resumed(version, *, restarts=True):
-    return SimpleNamespace(restarts=restarts, section={"coordinator": {"version": version}})
+def resumed(version, *, restarts=True, undone=None):
+    return SimpleNamespace(restarts=restarts, undone=undone, section={"coordinator": {"version": version}})
 
 
 def kept(folder):
@@ -75,13 +75,28 @@ def test_a_best_version_that_a_restart_has_undone_stays_and_is_said_to_be_no_mor
     again = keeping(tmp_path, model, "accuracy", resumed(4), warnings)
     assert again.best == first | {"rolled_back": True} and kept(tmp_path) == (5, 5.0)
     assert warnings == [
-        "checkpoints/best.ckpt is of version 5, which was rolled back: it stays until a later version has a better accuracy"
+        "checkpoints/best.ckpt is of version 5, which was rolled back: it stays until the accuracy of a later one is as good"
     ]
     again.on_values(5, {"accuracy": 0.7}, values_of(model, 6.0))
     later = keeping(tmp_path, model, "accuracy", resumed(9), warnings)  # a second restart, from a later checkpoint
     assert later.best == again.best == first | {"rolled_back": True} and len(warnings) == 1
     later.on_values(10, {"accuracy": 0.9}, values_of(model, 10.0))
     assert later.best == {"version": 10, "metric": "accuracy", "value": 0.9} and kept(tmp_path) == (10, 10.0)
+
+
+def test_the_best_version_of_an_end_that_a_simulation_goes_back_behind_is_current_once_it_is_measured_again(
+    tmp_path, model
+):
+    """An end merges what waits, so that its last version may be another model than that of the longer run."""
+    first = {"version": 5, "metric": "accuracy", "value": 0.8}
+    keeping(tmp_path, model, "accuracy").on_values(5, {"accuracy": 0.8}, values_of(model, 5.0))
+    warnings = []
+    again = keeping(tmp_path, model, "accuracy", resumed(4, restarts=False, undone=tmp_path / "end"), warnings)
+    assert again.best == first | {"rolled_back": True} and warnings == []
+    again.on_values(5, {"accuracy": 0.7}, values_of(model, 6.0))
+    assert again.best == first | {"rolled_back": True}
+    again.on_values(6, {"accuracy": 0.8}, values_of(model, 7.0))
+    assert again.best == first | {"version": 6} and kept(tmp_path) == (6, 7.0)
 
 
 def test_a_run_keeps_the_model_of_its_best_version(tmp_path):

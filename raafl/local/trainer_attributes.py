@@ -72,12 +72,12 @@ def lent(trainer: Any, values: dict[str, Any]) -> Iterator[None]:
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """Return copies of the attributes that a loss may change in place: small containers, tensors, and records of these."""
-    given, copies = _given(trainer) | _LEFT, {}
+    given, found = _given(trainer) | _LEFT, {}
     for name, value in vars(trainer).items():
         changeable: set[int] = set()
         if name not in given and _holds_data(value, changeable) and changeable:
-            copies[name] = copy.deepcopy(value)
-    return copies
+            found[name] = value
+    return copy.deepcopy(found)  # at once, so that what two attributes share is one object in the copies, too
 
 
 def _given(trainer: Any) -> set[str]:
@@ -132,12 +132,21 @@ def unchanged(trainer: Any, names: tuple[str, ...]) -> Iterator[None]:
     before = [_versions(getattr(trainer, name)) for name in names]
     yield
     for name, versions in zip(names, before, strict=True):
-        if _versions(getattr(trainer, name)) != versions:
+        now = _versions(getattr(trainer, name))
+        if len(now) != len(versions) or any(map(_differs, versions, now)):
             raise BadInput(
                 f"{type(trainer).__name__}.{name} changes in a step, so it would carry over from client to client: put it "
                 "into eval mode if it only computes, or keep what changes in buffers of the model"
             )
 
 
-def _versions(module: nn.Module) -> list[int]:
-    return [tensor._version for tensor in (*module.parameters(), *module.buffers())]
+def _versions(module: nn.Module) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _differs(before: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
+    """Check whether a tensor was changed, or replaced by one of other values; `Module.to` replaces buffers that it moves."""
+    (tensor, version), (other, later) = before, now
+    if other is tensor:
+        return later != version
+    return (other.device, other.dtype) == (tensor.device, tensor.dtype) and not torch.equal(other, tensor)

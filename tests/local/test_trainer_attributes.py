@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torchmetrics import MeanMetric
 
 import raafl
 from raafl.errors import BadInput
-from raafl.local.trainer_attributes import modules_of, state_of
+from raafl.local.trainer_attributes import modules_of, state_of, unchanged
 from tests.helpers.small_trainers import plain
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
@@ -97,3 +99,31 @@ def test_what_is_no_state_of_a_loss_is_shared(tmp_path: Path) -> None:
     copies = state_of(trainer)
     assert copies.keys() == {"seen", "center", "meter", "mean", "label_names"}
     assert copies["meter"] is not trainer.meter and modules_of(trainer) == ("teacher",)
+
+
+def test_what_two_attributes_share_is_one_object_in_the_copies(tmp_path: Path) -> None:
+    trainer = changing(tmp_path, appended)
+    trainer.meters = {"train": trainer.meter}
+    copies = state_of(trainer)
+    assert copies["meters"]["train"] is copies["meter"] is not trainer.meter
+
+
+def replaced(module: Any) -> None:
+    module.running_mean = module.running_mean + 1
+
+
+@pytest.mark.parametrize(
+    ("step", "refused"),
+    [
+        (lambda module: module.to("meta"), False),  # stands for a move to the GPU
+        (lambda module: module(torch.ones(2, 2)), True),
+        (lambda module: module.eval()(torch.ones(2, 2)), False),
+        (replaced, True),
+    ],
+    ids=["moved", "trained", "evaluated", "replaced"],
+)
+def test_a_module_beside_the_model_may_move_to_another_device(step: Any, refused: bool) -> None:
+    trainer = SimpleNamespace(teacher=torch.nn.BatchNorm1d(2))
+    expected = pytest.raises(BadInput, match="teacher changes in a step") if refused else nullcontext()
+    with expected, unchanged(trainer, ("teacher",)):
+        step(trainer.teacher)

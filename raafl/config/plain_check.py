@@ -33,9 +33,15 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
     if not argv and whole:
         raise BadInput(NEEDS_CONFIG.format(command))
     argv = config_first(argv)
-    whole = whole and not (values(argv, "--resume") and not values(argv, "--config"))
+    resumes = bool(values(argv, "--resume") and not values(argv, "--config"))
+    whole = whole and not resumes
     parser = make_parser(command, plain=True)
-    made = _made(parser, argv)
+    try:
+        made = _made(parser, argv)
+    except BadInput:
+        if resumes:  # the run's config has the section's other fields, so that only the full reading can tell
+            return
+        raise
     lines = _refused(parser, argv, whole) if made is None else _out_of_range(made, whole)
     if lines:
         raise BadInput("\n".join(lines))

@@ -92,6 +92,8 @@ def test_a_right_command_line_passes_whatever_it_says_of_the_parts(tmp_path):
     client.write_text(f"waits: {{alone_s: 5.0}}\noutput: {tmp_path}\n")  # the server's folder, which is there by now
     check_plain("join", ["--config", str(client)], whole=False)  # when the run ends, the server says
     check_plain("simulate", ["--resume", str(tmp_path), "--max_updates", "5"])
+    # without noise that is an error, but the run's config has noise
+    check_plain("simulate", ["--resume", str(tmp_path), "--privacy.max_epsilon", "30"])
 
 
 def types(parser):

@@ -191,7 +191,8 @@ class Federation:
             metrics: functions of (output, target) by name, in addition to loss and accuracy; only for an nn.Module.
             batch_size: batch size for data sets; a data module has its own batch size.
             collate_fn: function that makes a batch from a list of samples; only for data sets.
-            resume: folder of an interrupted run to continue; module and data must be the same as then.
+            resume: folder of an interrupted run to continue, or of a finished one whose goal is farther now; module and
+                data must be the same as then.
 
         Raises:
             BadInput: an argument is wrong; raised before training, with a line for every problem.
@@ -234,7 +235,7 @@ class Federation:
             metrics: functions of (output, target) by name, as for `simulate`.
             batch_size: batch size for data sets, as for `simulate`.
             collate_fn: function that makes a batch from a list of samples, as for `simulate`.
-            resume: folder of an interrupted run to continue, as for `simulate`.
+            resume: folder of a run to continue, as for `simulate`.
             local: number of clients to start on this machine; each runs this script again, up to the end of `fit`.
                 Allowed once in a script. None = torchrun has started the ranks.
 

@@ -156,10 +156,9 @@ class Coordinator:
     def restart(self) -> None:
         """Restart after a server restart, or after an end that is undone: wait for ``limits.min_clients`` clients again."""
         self.started, self.finished = False, None
-        active, busy = self.roster.active, self.roster.busy
-        self.roster.busy = {
-            client: number for client, number in busy.items() if number in active
-        }  # an end has none active
+        roster = self.roster
+        # an end settles all tasks, but leaves their clients busy
+        roster.busy = {client: number for client, number in roster.busy.items() if number in roster.active}
         self.admission.restart()
         if self.above is not None:
             self.above.waits = True

@@ -63,13 +63,8 @@ def is_current(summary: Summary, folder: Path, *, resumed: bool) -> bool:
     journal = folder / JOURNAL
     try:
         last = json.loads(complete_rows((folder / SEALS).read_bytes())[-1])
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-        RecursionError,
-    ):  # of a version before seals, which resumed no finished run
-        if str(summary.get("finished")) in REASONS:
+    except (OSError, ValueError, IndexError, RecursionError):
+        if str(summary.get("finished")) in REASONS:  # versions before seals resumed no finished run
             return True
         # nothing but times tells, and a copy may have others
         return journal.stat().st_mtime_ns <= (folder / SUMMARY).stat().st_mtime_ns

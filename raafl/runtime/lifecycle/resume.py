@@ -1,6 +1,6 @@
-"""Resume an interrupted run from its last checkpoint, in its own folder.
+"""Resume an interrupted run from its last checkpoint, or a finished one to a farther goal, in its own folder.
 
-A simulated run continues exactly at the checkpoint, so that it ends as if never interrupted. In a wall-clock run the clients are
+A simulated run continues exactly at a checkpoint, so that it ends as if never interrupted. In a wall-clock run the clients are
 gone: their tasks are lost, they join again as new incarnations, and merges after the checkpoint are lost, too, and reported.
 """
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The last checkpoint of a run, loaded to resume it."""
+    """The checkpoint from which a run is resumed, loaded: its last one, or the last before an end that is undone."""
 
     folder: Path  # folder of the run
     named: dict[str, Any]  # tensors of the global model, by name
@@ -94,10 +94,10 @@ def load(folder: Path, runtime: str, experiment: Experiment) -> SavedRun:
 
     Raises:
         BadInput: there is no checkpoint, it was written before the first task, the run was simulated and is to be
-            resumed on real clients, or the reverse, or it is finished.
+            resumed on real clients, or the reverse, or it is finished and has no farther goal.
     """
     if not folder.is_dir():
-        raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
+        raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of a run")
     _refuse_links(folder)
     if checkpoint.newest(folder) is None:
         raise BadInput(f"resume is '{folder}', whose run has no checkpoint yet: start it again, with another output")
@@ -106,7 +106,7 @@ def load(folder: Path, runtime: str, experiment: Experiment) -> SavedRun:
         command = "simulate" if found.section.get("runtime") == "simulated" else "fit"
         raise BadInput(f"resume: '{folder}' is a {found.section.get('runtime')} run: resume it with raafl {command}")
     with restoring(found):
-        return found if found.section["finished"] is None else _finished(found, experiment)
+        return found if found.section["finished"] is None else _undo_end(found, experiment)
 
 
 def _read(folder: Path, path: Path) -> SavedRun:
@@ -118,7 +118,7 @@ def _read(folder: Path, path: Path) -> SavedRun:
     return found
 
 
-def _finished(last: SavedRun, experiment: Experiment) -> SavedRun:
+def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
     """Return the checkpoint from which a run goes on whose last one is its end.
 
     If the goal is farther now, the end is undone: on the wall clock clients join again and go on with the last model; a

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -164,9 +165,12 @@ class JournalReader:
                 yield cast(JournalRow, row)
 
     def __iter__(self) -> Iterator[JournalRow]:
-        """Yield the rows in order, except those that were rolled back."""
+        """Yield the rows in order, except those that were rolled back.
+
+        Rows that the run has added since the reader first read the journal are left out, so that all passes are over the same.
+        """
         undone = self._undone
-        return (row for number, row in enumerate(self.written()) if number not in undone)
+        return (row for number, row in enumerate(islice(self.written(), undone.num_lines)) if number not in undone)
 
     @property
     def num_events(self) -> int:

@@ -32,6 +32,17 @@ def events(*kinds):
     return [{**row, "place": place, "time_s": float(place)} for place, row in enumerate(rows)]
 
 
+def test_a_journal_that_grows_is_the_same_in_each_pass_of_a_reader(tmp_path):
+    """A replay reads it twice, and trains in the second pass what it has found in the first."""
+    journal = tmp_path / "events.jsonl"
+    journal.write_text('{"event":"joined"}\n{"event":"arrived"}\n')
+    rows = JournalReader(tmp_path)
+    before = list(rows)
+    with journal.open("a") as file:
+        file.write('{"event":"arrived"}\n')
+    assert len(before) == 2 and list(rows) == before and len(list(JournalReader(tmp_path))) == 3
+
+
 @pytest.mark.parametrize(
     ("kinds", "places"),
     [

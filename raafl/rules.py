@@ -101,7 +101,7 @@ class Rules:
     """Whether a client that ran out of memory changes only in that for selects, which else hear that it left and joined."""
     adds_lag = _Since(7)
     """Whether trained values count from what the server had, not from what top_k had sent of it so far."""
-    measures_alone = _Since(8)
+    predicts_overlapped = _Since(8)
     """Whether DiLoCo's steps by speed are by predicted times with overlap, whose measured ones contain waits for the uplink."""
 
 

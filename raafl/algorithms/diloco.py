@@ -479,7 +479,7 @@ class BySpeed(WrappedSelect):
         Not with `overlap`: an update then waits until the one before is sent, which is no slowness of the client's steps.
         """
         super().on_update(client, assignment, seconds, fleet)
-        if fleet.overlap and fleet.rules.measures_alone:
+        if fleet.overlap and fleet.rules.predicts_overlapped:
             return
         ratio = fleet.time_ratio(client, assignment, seconds)
         if ratio is not None:

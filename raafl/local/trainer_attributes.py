@@ -40,7 +40,7 @@ _SMALL_BYTES, _MANY = 1 << 24, 10_000
 
 
 @contextmanager
-def restored(owner: Any, *names: str) -> Iterator[None]:
+def restored_attributes(owner: Any, *names: str) -> Iterator[None]:
     """Let attributes of an object be set in the ``with`` block; afterwards it has those that were set on it before."""
     before = {name: vars(owner)[name] for name in names if name in vars(owner)}
     try:
@@ -52,7 +52,7 @@ def restored(owner: Any, *names: str) -> Iterator[None]:
 
 
 @contextmanager
-def lent(trainer: Any, values: dict[str, Any]) -> Iterator[None]:
+def lent_attributes(trainer: Any, values: dict[str, Any]) -> Iterator[None]:
     """Set attributes of a Trainer in the ``with`` block; afterwards move those that the block has set to ``values``."""
     attributes = vars(trainer)
     before = dict(attributes)
@@ -127,7 +127,7 @@ def modules_of(trainer: Any) -> tuple[str, ...]:
 
 
 @contextmanager
-def unchanged(trainer: Any, names: tuple[str, ...]) -> Iterator[None]:
+def unchanged_modules(trainer: Any, names: tuple[str, ...]) -> Iterator[None]:
     """Raise `BadInput` if the ``with`` block changes a parameter or buffer of the modules that a Trainer has under ``names``."""
     before = [_versions(getattr(trainer, name)) for name in names]
     yield

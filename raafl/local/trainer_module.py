@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader
 from raafl.errors import BadInput, briefly
 from raafl.lean_import import import_lightning
 from raafl.local.missing_steps import given_class, with_methods
-from raafl.local.trainer_attributes import RESTORED, lent, modules_of, restored, state_of, unchanged
+from raafl.local.trainer_attributes import (
+    RESTORED,
+    lent_attributes,
+    modules_of,
+    restored_attributes,
+    state_of,
+    unchanged_modules,
+)
 from raafl.local.training_arguments import ACCUMULATED, stopping_of
 from raafl.log import warn_once
 from raafl.submodel.cut.layers import copy_structure
@@ -186,7 +193,7 @@ class TrainerModule(LightningModule):
         """
         trainer = self.trainer_of()
         # the Trainer is shared by tasks and evaluations, which may run at the same time
-        with _LOCK, restored(trainer, *RESTORED):
+        with _LOCK, restored_attributes(trainer, *RESTORED):
             trainer.state = copy.copy(trainer.state)
             trainer.log = lambda logs, *_, **__: self._log_numbers(logs)  # its own would call the trackers' callbacks
             trainer.model = trainer.model_wrapped = self.model
@@ -205,8 +212,8 @@ class TrainerModule(LightningModule):
             dtype = _autocast_dtype(device.type, trainer.args if evaluates else None)
             with (
                 _forward_in(dtype, self.model, device.type),
-                unchanged(trainer, self._modules_beside),
-                lent(trainer, vars(self.trainer_attributes)),
+                unchanged_modules(trainer, self._modules_beside),
+                lent_attributes(trainer, vars(self.trainer_attributes)),
             ):
                 yield trainer
 
@@ -322,7 +329,7 @@ class TrainerData(LightningDataModule):
 
     def _loader(self, make: Callable[[], Any]) -> object:
         """Call a Trainer's method that makes a data loader, without accelerate, which would shard the data by process."""
-        with restored(accelerator := self.trainer_of().accelerator, "prepare"):
+        with restored_attributes(accelerator := self.trainer_of().accelerator, "prepare"):
             accelerator.prepare = lambda loader: loader
             loader = make()
         if isinstance(loader, DataLoader):
@@ -392,7 +399,7 @@ def _forward_in(dtype: torch.dtype | None, model: nn.Module, kind: str) -> Itera
         torch.clear_autocast_cache()
         return outputs
 
-    with restored(model, "forward"), torch.autocast(kind, enabled=False):
+    with restored_attributes(model, "forward"), torch.autocast(kind, enabled=False):
         model.forward = convert_outputs_to_fp32(forward)
         yield
 

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 import raafl
 from raafl.errors import BadInput
-from raafl.local.trainer_attributes import modules_of, state_of, unchanged
+from raafl.local.trainer_attributes import modules_of, state_of, unchanged_modules
 from tests.helpers.small_trainers import plain
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
@@ -125,5 +125,5 @@ def replaced(module: Any) -> None:
 def test_a_module_beside_the_model_may_move_to_another_device(step: Any, refused: bool) -> None:
     trainer = SimpleNamespace(teacher=torch.nn.BatchNorm1d(2))
     expected = pytest.raises(BadInput, match="teacher changes in a step") if refused else nullcontext()
-    with expected, unchanged(trainer, ("teacher",)):
+    with expected, unchanged_modules(trainer, ("teacher",)):
         step(trainer.teacher)

@@ -139,9 +139,16 @@ def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
                 "begins with the same updates"
             )
     elif has_ended(last.folder):
-        farther = "" if reason == EPSILON else f"give a farther {' and '.join(reached)} to go on, or "
+        farther = "" if reason == EPSILON else f"give {' and '.join(_FARTHER[name] for name in reached)} to go on, or "
         raise BadInput(f"{ended}: {farther}start a new one")
     return last
+
+
+_FARTHER = {
+    "max_updates": "a larger max_updates",
+    "max_time": "a larger max_time",
+    "target": "a target that it has not reached",
+}
 
 
 def _reached(section: dict[str, Any], experiment: Experiment) -> list[str]:

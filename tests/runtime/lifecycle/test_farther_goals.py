@@ -68,9 +68,13 @@ def test_a_simulation_of_regions_and_one_with_privacy_go_on_from_before_their_en
 
 
 NOT_FARTHER = {
-    "nearer target": ("target", {"max_updates": None, "target": "accuracy=0.25"}, "target"),
-    "nearer time": ("max_updates", {"max_updates": 20, "max_time": 0.1}, "max_time"),
-    "same target": ("target", {"max_updates": 99, "target": ["accuracy=0.3"], "max_time": 0.1}, "max_time and target"),
+    "nearer target": ("target", {"max_updates": None, "target": "accuracy=0.25"}, "a target that it has not reached"),
+    "nearer time": ("max_updates", {"max_updates": 20, "max_time": 0.1}, "a larger max_time"),
+    "same target": (
+        "target",
+        {"max_updates": 99, "target": ["accuracy=0.3"], "max_time": 0.1},
+        "a larger max_time and a target that it has not reached",
+    ),
 }
 
 
@@ -79,9 +83,7 @@ def test_a_run_that_has_reached_another_goal_given_stays_as_it_is(tmp_path, name
     reason, given, wanted = NOT_FARTHER[name]
     first = finish(lasting(tmp_path / "run", **GOALS[reason][0]))
     before = contents(first.folder)
-    with pytest.raises(
-        BadInput, match=rf"is finished \({reason}\): give a farther {wanted} to go on, or start a new one"
-    ):
+    with pytest.raises(BadInput, match=rf"is finished \({reason}\): give {wanted} to go on, or start a new one"):
         simulate(lasting(None, **given, resume=str(first.folder)))
     assert contents(first.folder) == before
 
@@ -135,7 +137,7 @@ def test_real_clients_go_on_from_the_end(tmp_path):
         first = fleet.serve()
     with (
         ranks(replace(made, output=None, resume=str(first.folder))) as fleet,
-        pytest.raises(BadInput, match=r"is finished .*: give a farther max_updates to go on, or start a new one"),
+        pytest.raises(BadInput, match=r"is finished .*: give a larger max_updates to go on, or start a new one"),
     ):
         fleet.serve()
     for most in (16, 24):
@@ -151,7 +153,7 @@ def test_real_clients_go_on_from_the_end(tmp_path):
 def test_what_cannot_be_resumed_is_named(tmp_path):
     simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
     with pytest.raises(
-        BadInput, match=r"whose run is finished \(max_updates\): give a farther max_updates to go on, or"
+        BadInput, match=r"whose run is finished \(max_updates\): give a larger max_updates to go on, or"
     ):
         simulated("--resume", str(tmp_path / "done"))
     with pytest.raises(

@@ -285,6 +285,7 @@ def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
 
 
 _UNCHANGED: Final = (CONFIG, SUMMARY, f"{CHECKPOINTS}/version-")
+"""Beginnings of the names of files that a resumed run leaves as an end before it has sealed them, until it seals them itself."""
 
 
 def _files(folder: Path, name: str) -> list[str]:

@@ -231,14 +231,7 @@ def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tm
     experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=80", "--checkpoint_every=5")
     resumed = replace(experiment, resume=str(tmp_path / "run"))
     with remote(experiment, config, tmp_path, [1, 2, 3], servers=[experiment, resumed], port=free_port) as fleet:
-        first, second = fleet.servers
-        first.begin()
-        journal = tmp_path / "run" / "events.jsonl"
-        wait_for(lambda: journal.exists() and journal.read_text().count('"arrived"') >= 40)
-        first.send(signal.SIGKILL)
-        assert first.exit_code() == -signal.SIGKILL
-        second.begin()
-        assert second.exit_code(60) == 0, second.words()
+        killed_and_followed(fleet, tmp_path / "run", after_updates=40)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
     assert all("trying again" in joiner.words() for joiner in fleet.joiners)
     run = fleet.finished(tmp_path / "run")
@@ -263,14 +256,7 @@ def test_receipts_contradict_no_server_that_was_killed(tmp_path, monkeypatch, fr
     clients = [(number, {"keep_inputs": 1.0}) for number in (1, 2)]
     servers = [experiment, replace(experiment, **changed)]
     with remote(experiment, config, tmp_path, clients, servers=servers, port=free_port) as fleet:
-        first, second = fleet.servers
-        first.begin()
-        journal = tmp_path / "run" / "events.jsonl"
-        wait_for(lambda: journal.exists() and journal.read_text().count('"arrived"') >= 13)
-        first.send(signal.SIGKILL)
-        assert first.exit_code() == -signal.SIGKILL
-        second.begin()
-        assert second.exit_code(60) == 0, second.words()
+        killed_and_followed(fleet, tmp_path / "run", after_updates=13)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
     for number in (1, 2):
         folders = sorted((tmp_path / "state" / "raafl" / "receipts").glob(f"client-{number}-*"))
@@ -301,6 +287,18 @@ def test_a_server_is_upgraded_and_its_clients_come_back_by_themselves(tmp_path, 
     assert run.summary["finished"] == "max_updates" and set(run.summary["participation"]) == {"1", "2"}
     settled(run)
     assert replay(run.folder)["equal"] is True
+
+
+def killed_and_followed(fleet, folder, after_updates):
+    """Kill the first server once so many updates have arrived, and let the second go on to the run's end."""
+    first, second = fleet.servers
+    first.begin()
+    journal = folder / "events.jsonl"
+    wait_for(lambda: journal.exists() and journal.read_text().count('"arrived"') >= after_updates)
+    first.send(signal.SIGKILL)
+    assert first.exit_code() == -signal.SIGKILL
+    second.begin()
+    assert second.exit_code(60) == 0, second.words()
 
 
 def wait_for(condition, timeout_s=80.0):

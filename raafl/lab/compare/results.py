@@ -58,7 +58,8 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "config_digest": run.digest,
         "code_digest": outcome.code,
     } | made_by(outcome.folder)
-    known |= {"rules": recorded_revision(config)} if (config := _config_of(outcome.folder)) else {}
+    config = _config_of(outcome.folder)
+    known |= {"rules": recorded_revision(config)} if config else {}
     if summary is None:
         return {**known, "error": outcome.error}
     curve = curve_of(outcome.folder, comparison.metric)
@@ -87,7 +88,12 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     }
     if (summary.get("batched") or {}).get("mode") == "fast":
         known["batch_clients"] = "fast"
-    return known | _costs(summary) | {"energy_kj": energy_kj(outcome.folder)} | _clients(outcome.folder, comparison)
+    return (
+        known
+        | _costs(summary)
+        | {"energy_kj": energy_kj(outcome.folder, config)}
+        | _clients(outcome.folder, comparison)
+    )
 
 
 def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
@@ -274,13 +280,12 @@ def _config_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def energy_kj(folder: Path) -> float | None:
-    """Estimate the energy in kilojoules that the clients used for finished tasks, including transfers.
+def energy_kj(folder: Path, config: Mapping[str, Any]) -> float | None:
+    """Estimate the energy in kilojoules that the clients of a run used for finished tasks, including transfers.
 
     Returns:
         The energy; None if the power of a client's device is unknown.
     """
-    config = _config_of(folder)
     devices = config.get("devices")
     if devices is None:
         return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean, geometric_mean, median_low
 from typing import Any
 
 from raafl.algorithms import ALGORITHMS, AUTO
@@ -37,7 +37,9 @@ TABLE = Path(__file__).with_name("choices.json")
 TASK_S = "{task_s}"
 """Stands in a method's settings for the seconds that a task of a submodel may take."""
 TASK_SHARE = 1.2
-"""These seconds over those of the median client's task with the whole model, as in the grid."""
+"""These seconds over a typical client's for a task with the whole model: the geometric mean over clients.
+
+The median of a fleet of two kinds is that of one kind, so that clients of the other got the tiniest submodels."""
 NOT_REACHED = 2.0
 """In the table a run that did not reach its target counts as reaching it after so many times the updates that it merged.
 
@@ -84,7 +86,7 @@ class Candidate:
             found["concurrency"] = self.num_clients
         if "submodel" in found:
             limit = {
-                name: fleet.median_s * TASK_SHARE if value == TASK_S else value
+                name: fleet.typical_s * TASK_SHARE if value == TASK_S else value
                 for name, value in found["submodel"].items()
             }
             if "seconds" in limit:  # a simulation without variation measures exactly the predicted times
@@ -484,6 +486,7 @@ class FleetSummary:
     features: Features  # numbers that describe the fleet
     num_clients: int  # number of clients (N)
     median_s: float  # predicted seconds of a task with the whole model on the median client
+    typical_s: float  # geometric mean of these seconds over clients
     steps: int  # local steps of a task on the median client
 
     @classmethod
@@ -503,7 +506,7 @@ class FleetSummary:
             present=fmean(_present(client, median_s) for client in world.clients),
             clients=math.log10(len(world.clients)),
         )
-        return cls(features, len(world.clients), median_s, max(math.ceil(median_low(steps)), 1))
+        return cls(features, len(world.clients), median_s, geometric_mean(seconds), max(math.ceil(median_low(steps)), 1))
 
 
 def _present(client: ClientInfo, task_s: float) -> float:

@@ -61,6 +61,17 @@ def test_a_fleet_is_described_by_its_tasks():
     assert fleet.features == Features(2.0, 1.0, 0.0, 1.0, pytest.approx(0.875), math.log10(4))
 
 
+def test_a_typical_task_of_two_kinds_of_devices_is_between_theirs():
+    """Speeds 16, 16, 1, 1: 4 times as long as the fast ones', whose own time is the (lower) median. Submodels follow it."""
+    devices = [Device(name=f"d{i}", flops_per_s=speed * 1e8) for i, speed in enumerate((16, 16, 1, 1))]
+    options = ["--partition", "raafl.data.Iid", "--train.num_steps", "7"]
+    found = load_experiment("configs/quickstart.yaml", *options)
+    fleet = FleetSummary.of(World(replace(found, devices=devices)))
+    assert fleet.typical_s == pytest.approx(4 * fleet.median_s)
+    limit = SUBMODELS.for_fleet(fleet).settings["submodel"]["seconds"]
+    assert limit == pytest.approx(1.2 * 4 * fleet.median_s, rel=1e-3)
+
+
 def test_each_number_counts_by_its_own_scale():
     """A factor of 2 more, and 60 percent more transfers, at a scale of 30 percent: sqrt(1 + 4)."""
     assert EQUAL.distance(replace(EQUAL, slowest=1.0, link=0.6)) == pytest.approx(math.sqrt(5))
@@ -69,8 +80,8 @@ def test_each_number_counts_by_its_own_scale():
 # ---- settings carried over ----
 
 
-def fleet_of(num_clients, median_s=2.0, steps=10):
-    return FleetSummary(replace(EQUAL, clients=math.log10(num_clients)), num_clients, median_s, steps)
+def fleet_of(num_clients, typical_s=2.0, steps=10):
+    return FleetSummary(replace(EQUAL, clients=math.log10(num_clients)), num_clients, typical_s, typical_s, steps)
 
 
 def test_a_buffer_grows_so_that_the_staleness_stays():
@@ -90,7 +101,7 @@ def test_without_a_buffer_as_many_work_at_once_as_in_the_grid():
 def test_limits_of_steps_and_seconds_are_those_of_the_fleet():
     compass = Candidate("FedCompass", "fed_compass", {"min_steps": 5, "max_steps": 25}, 12, steps=10)
     assert compass.for_fleet(fleet_of(12, steps=20)).settings == {"min_steps": 10, "max_steps": 50}
-    found = SUBMODELS.for_fleet(fleet_of(12, median_s=2.0))
+    found = SUBMODELS.for_fleet(fleet_of(12, typical_s=2.0))
     assert (
         found.settings == {"submodel": {"seconds": 2.4, "measured": True, "relative": True}}
         and str(found) == "hetero_fl (submodels of 2.4 s)"

@@ -506,7 +506,9 @@ class FleetSummary:
             present=fmean(_present(client, median_s) for client in world.clients),
             clients=math.log10(len(world.clients)),
         )
-        return cls(features, len(world.clients), median_s, geometric_mean(seconds), max(math.ceil(median_low(steps)), 1))
+        return cls(
+            features, len(world.clients), median_s, geometric_mean(seconds), max(math.ceil(median_low(steps)), 1)
+        )
 
 
 def _present(client: ClientInfo, task_s: float) -> float:

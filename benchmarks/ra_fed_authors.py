@@ -60,7 +60,7 @@ def train(
     model = [value.clone().requires_grad_() for value in start]
     optimizer, (images, labels) = torch.optim.SGD(model, LR, MOMENTUM), data
     for _ in range(EPOCHS):
-        for batch in torch.from_numpy(rng.permutation(len(labels))).split(BATCH):
+        for batch in torch.split(torch.from_numpy(rng.permutation(len(labels))), BATCH):
             bits = np.unpackbits(np.frombuffer(rng.bytes(len(batch) * HIDDEN // 8), np.uint8))
             kept = torch.from_numpy(bits).view(-1, HIDDEN) * 2.0
             hidden = (torch.addmm(model[1], images[batch], model[0].T) * kept).relu()

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -24,7 +24,7 @@ from raafl.config.options import seconds
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
-from raafl.core.types import ENDS, EPSILON, Limits
+from raafl.core.types import ENDS, EPSILON
 from raafl.errors import BadInput, RunFailed
 from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
@@ -94,7 +94,7 @@ def load(folder: Path, runtime: str, experiment: Experiment) -> SavedRun:
 
     Raises:
         BadInput: there is no checkpoint, it was written before the first task, the run was simulated and is to be
-            resumed on real clients, or the reverse, or it is finished and has no farther goal.
+            resumed on real clients, or the reverse, or it has reached a goal already.
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of a run")
@@ -106,7 +106,13 @@ def load(folder: Path, runtime: str, experiment: Experiment) -> SavedRun:
         command = "simulate" if found.section.get("runtime") == "simulated" else "fit"
         raise BadInput(f"resume: '{folder}' is a {found.section.get('runtime')} run: resume it with raafl {command}")
     with restoring(found):
-        return found if found.section["finished"] is None else _undo_end(found, experiment)
+        if found.section["finished"] is not None:
+            return _undo_end(found, experiment)
+        # a target that it has reached ends it at once, or at its next evaluation
+        if limits := [name for name in _reached(found.section, experiment) if name != "target"]:
+            merged, now = found.section["coordinator"]["merged"], found.section["clock"]["now"]
+            raise _not_farther(found, f"has merged {merged} updates in {now:.1f} s", limits)
+    return found
 
 
 def _read(folder: Path, path: Path) -> SavedRun:
@@ -126,7 +132,7 @@ def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
     lack only its last evaluation and its summary.
     """
     reason, reached = last.section["finished"], _reached(last.section, experiment)
-    ended = f"resume is '{last.folder}', whose run is finished ({reason})"
+    ended = f"is finished ({reason})"
     if reason != EPSILON and not reached:
         if last.restarts:
             return replace(last, section={**last.section, "finished": None})
@@ -134,13 +140,10 @@ def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
         if older:
             return replace(_read(last.folder, older[-1]), undone=end)
         if has_ended(last.folder):
-            raise BadInput(
-                f"{ended}, and it has no checkpoint from before its end, where a simulation goes on: start a new one, which "
-                "begins with the same updates"
-            )
+            lacks = f"{ended}, and it has no checkpoint from before its end, where a simulation goes on"
+            raise _not_farther(last, lacks, end=", which begins with the same updates")
     elif has_ended(last.folder):
-        farther = "" if reason == EPSILON else f"give {' and '.join(_FARTHER[name] for name in reached)} to go on, or "
-        raise BadInput(f"{ended}: {farther}start a new one")
+        raise _not_farther(last, ended, [] if reason == EPSILON else reached)
     return last
 
 
@@ -149,6 +152,12 @@ _FARTHER = {
     "max_time": "a larger max_time",
     "target": "a target that it has not reached",
 }
+
+
+def _not_farther(saved: SavedRun, state: str, reached: Sequence[str] = (), end: str = "") -> BadInput:
+    """Return the error for a run that is ``state`` and does not go on; ``reached``: names of goals that must be farther."""
+    farther = f"give {' and '.join(_FARTHER[name] for name in reached)} to go on, or " if reached else ""
+    return BadInput(f"resume is '{saved.folder}', whose run {state}: {farther}start a new one{end}")
 
 
 def _reached(section: dict[str, Any], experiment: Experiment) -> list[str]:
@@ -255,24 +264,6 @@ def check_state(section: dict[str, Any]) -> None:
                 raise ValueError(f"{name} is not a number")
             if not 0 <= number < math.inf:
                 raise ValueError(f"{name} is {number}, but must be finite and at least 0")
-
-
-def check_limits(saved: SavedRun, limits: Limits) -> None:
-    """Raise `BadInput` for a limit, such as the number of updates, that the run had already reached at the checkpoint.
-
-    A run that lacks only its end does not merge any more, so that limits do not matter.
-    """
-    if saved.section["finished"] is not None:
-        return
-    now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
-    if limits.max_time_s is not None and limits.max_time_s <= now:
-        raise BadInput(
-            f"max_time is {limits.max_time_s:g} s, but the run has already taken {now:.1f} s: give a larger value, or null"
-        )
-    if limits.max_updates is not None and limits.max_updates <= merged:
-        raise BadInput(
-            f"max_updates is {limits.max_updates}, but the run has already merged {merged}: give a larger value, or null"
-        )
 
 
 def check_privacy(saved: SavedRun, experiment: Experiment) -> None:
@@ -485,7 +476,6 @@ def go_on(run: Any, saved: SavedRun) -> None:
     from raafl.runfolder.seals import sync
 
     coordinator, section = run.parts.coordinator, saved.section
-    check_limits(saved, coordinator.limits)
     changed = check_settings(run)
     try:
         check_privacy(saved, run.parts.experiment)

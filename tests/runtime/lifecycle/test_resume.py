@@ -243,8 +243,11 @@ def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("--max_time=0.1", r"max_time is 0\.1 s, but the run has already taken \d\.\d s: give a larger value, or null"),
-        ("--max_updates=6", r"max_updates is 6, but the run has already merged \d\d: give a larger value, or null"),
+        (
+            "--max_time=0.1",
+            r"whose run has merged \d\d updates in \d\.\d s: give a larger max_time to go on, or start a",
+        ),
+        ("--max_updates=6", r"whose run has merged \d\d updates in \d\.\d s: give a larger max_updates to go on, or"),
         (
             "--privacy.noise_multiplier=9",
             r"privacy.noise_multiplier is 9\.0, but the run began with 0\.5, for which its epsilon is counted: leave it out",
@@ -461,7 +464,7 @@ def test_a_kill_at_any_write_of_a_resume_neither_loses_a_merge_nor_counts_it_twi
     parts, expected = build(parsed.experiment, pace=False), spent(folder)
     assert (
         how == "stopped"
-        or len(dict_rows(folder)) > load(folder, "simulated", experiment(folder)).section["record"]["num_rows"]
+        or len(dict_rows(folder)) > load(folder, "simulated", parts.experiment).section["record"]["num_rows"]
     )
     num_kills = 0
     while restarted(parts, killed := Path(shutil.copytree(folder, tmp_path / str(num_kills))), num_kills) is None:

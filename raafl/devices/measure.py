@@ -359,7 +359,7 @@ class Answerer:
         self._listener.close()
 
 
-def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEADLINE_S) -> Link:
+def measure_link(address: str, duration_s: float = 2.0) -> Link:
     """Measure the network link to a machine on which `raafl plan --answer` runs.
 
     Latency is half of the shortest of ten round trips. For each direction, transfers of growing size are timed, and the
@@ -370,7 +370,7 @@ def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEAD
     """
     host, port = parse_address(address)
     try:
-        with socket.create_connection((host, port), timeout=deadline_s) as peer:
+        with socket.create_connection((host, port), timeout=DEADLINE_S) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             round_s = min(_ask(peer, b"p", 0) for _ in range(10))
             return Link(_rate(peer, b"d", duration_s, round_s), _rate(peer, b"u", duration_s, round_s), round_s / 2)

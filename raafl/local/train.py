@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
+MAX_BUILT = 16
+"""Largest number of small modules that a process which trains for many clients keeps built."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedTask:

@@ -17,10 +17,11 @@ from raafl.devices.gpus import Place
 from raafl.errors import BadInput, GpuLost, RunFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
+from raafl.local.train import MAX_BUILT
 from raafl.runtime.executors.rank_worker import work
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.run import simulate
-from raafl.runtime.setup import MAX_BUILT, client_parts, evaluation_seed, load_data, within_process
+from raafl.runtime.setup import client_parts, evaluation_seed, load_data, within_process
 from raafl.transport import TRANSPORTS, ConnectOptions, PeerLost, PeerTimeout, Refused, Transport
 
 _log = logging.getLogger(__name__)

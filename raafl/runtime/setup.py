@@ -23,7 +23,7 @@ from raafl.data.loaders import reading
 from raafl.errors import USER_ERRORS, BadInput, format_error
 from raafl.local.numerics import set_numerics
 from raafl.local.prepare import call_own_train, prepare, start_observers
-from raafl.local.train import LocalTrainer
+from raafl.local.train import MAX_BUILT, LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
 from raafl.rng import generators, same_generators, seeded
 from raafl.rules import Rules
@@ -435,10 +435,6 @@ def client_parts(
         # a process for one client loads only the variant of the frozen base that its tasks need
         submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
     return submodels, _make_trainer(experiment, submodels, options, max_built)
-
-
-MAX_BUILT = 16
-"""Largest number of small modules that a process which trains for many clients keeps built."""
 
 
 def make_executor(

@@ -143,7 +143,6 @@ class RunServer:
         options: Sequence[str] = (),
         trusts: bool = False,
         max_runs: int | None = None,
-        policy: RestartPolicy | None = None,
     ) -> None:
         """Listen at ``address``.
 
@@ -153,7 +152,7 @@ class RunServer:
         """
         self._folder, self._sites, self._operators = folder, sites, frozenset(operators)
         self._options, self._trusts, self._max_runs = tuple(options), trusts, max_runs
-        self._policy, self._lock, self._checks = policy or RestartPolicy(), threading.Lock(), threading.Lock()
+        self._lock, self._checks = threading.Lock(), threading.Lock()
         self._runs: dict[str, HostedRun] = {}
         self._digests: dict[bytes, HostedRun] = {}
         self._children: dict[str, Child] = {}
@@ -263,7 +262,7 @@ class RunServer:
             self._children[name] = child
         elif child.due_s is None:
             code = child.exit_code()
-            wait_s = child.start_again(self._policy)
+            wait_s = child.start_again(RestartPolicy())
             how = "" if code is None else f" {exit_in_words(code, child.last_words(1))};"
             _log.warning("run '%s':%s its process is started again in %g s", name, how, wait_s)
         if child.due_s is not None and child.due_s > time.monotonic():

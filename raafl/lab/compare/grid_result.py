@@ -323,9 +323,7 @@ def _behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
     return f"{ratio} ({behind['later']:g} of {behind['pairs']} pairs, p {p_value(behind['p_holm'])}{end})"
 
 
-def verify_grid(
-    grid: Grid, path: Path, share: float, folder: Path, jobs: int = 1, seed: int = 0
-) -> Iterator[dict[str, Any]]:
+def verify_grid(grid: Grid, path: Path, share: float, folder: Path, jobs: int) -> Iterator[dict[str, Any]]:
     """Check another person's result: train a random share of its runs anew and compare the models with it.
 
     Each new run is also replayed (computed again from its event log). Yields for each run its `cell` (task and fleet),
@@ -336,7 +334,7 @@ def verify_grid(
     Raises:
         BadInput: the file has no result, or the result of another grid.
     """
-    asked = _drawn(grid, load_grid(path), share, seed)
+    asked = _drawn(grid, load_grid(path), share)
     runner = Runner(folder / "runs", jobs, False, lambda _: None)
     outcomes = dict(zip(asked, runner.run_all(list(asked)), strict=True))
     ended = [outcome for outcome in outcomes.values() if outcome.summary is not None]
@@ -355,7 +353,7 @@ def verify_grid(
             yield verdict | {"why": replay_difference(said, log_of(outcome.folder))}
 
 
-def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dict[Run, tuple[str, Mapping[str, Any]]]:
+def _drawn(grid: Grid, found: Mapping[str, Any], share: float) -> dict[Run, tuple[str, Mapping[str, Any]]]:
     """Draw a share of a result's runs at random to repeat them; return each with its cell's name and its entry in the result."""
     listed = [
         (cell, row, run)
@@ -369,7 +367,7 @@ def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dic
     if not listed:
         raise BadInput(f"the result of '{str(found['name'])[:80]}' has no run of this grid: give the grid that made it")
     asked: dict[Run, tuple[str, Mapping[str, Any]]] = {}
-    for cell, row, run in random.Random(seed).sample(listed, math.ceil(share * len(listed))):
+    for cell, row, run in random.Random(0).sample(listed, math.ceil(share * len(listed))):
         settings = _settings(grid, cell, row)
         key = (str(cell["task"]), str(cell["fleet"]))
         comparison = grid.only([row["row"]]).comparison(key, {row["row"]: settings})

@@ -66,18 +66,17 @@ def run_html(folder: Path, summary: Mapping[str, Any]) -> str:
     return fragment(title, values, drawn, notes=notes, code=report_command(folder))
 
 
-def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str = TIME) -> str:
-    """Draw the curve of a metric for each group of runs as SVG with a legend; several runs are a mean in a band.
+def curve_svg(groups: Sequence[Group], metric: str | None = None) -> str:
+    """Draw the curve of a metric over time for each group of runs as SVG with a legend; several runs are a mean in a band.
 
     `metric`: name of the metric; None = the most important by its name.
-    `against`: what the x axis shows, one of `raafl.lab.report.groups.AXES`.
 
     Returns:
         HTML; empty where no run has measured the metric.
     """
     names = metric_names(groups)
     metric = metric or next(iter(names), "")
-    lines = {group.label: (group.colour, _line(group, metric, against)) for group in groups}
+    lines = {group.label: (group.colour, _line(group, metric)) for group in groups}
     lines = {label: (colour, line) for label, (colour, line) in lines.items() if len(line[0])}
     if not lines:
         return ""
@@ -100,7 +99,7 @@ def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str =
         parts.append(f'<path d="M{_LEFT} {y_of(y):.1f}H{right}" stroke="currentColor" stroke-opacity=".15"/>')
         parts.append(_text(_LEFT - 6, y_of(y) + 4, shown(y), "end"))
     parts.append(f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" stroke="currentColor" stroke-opacity=".5" fill="none"/>')
-    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, TITLES[against], "middle"))
+    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 6, TITLES[TIME], "middle"))
     for colour, (x, mean, least, most) in lines.values():
         if (least < most).any():
             area = f"{points(x, least)} {points(x[::-1], most[::-1])}"
@@ -117,9 +116,9 @@ def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str =
     )
 
 
-def _line(group: Group, metric: str, against: str) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _line(group: Group, metric: str) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Compute a group's curve: x values, and mean, minimum and maximum over its runs; empty if no run has the metric."""
-    lines, empty = lines_of(group, metric, against), np.empty(0)
+    lines, empty = lines_of(group, metric, TIME), np.empty(0)
     return band(lines, _MAX_POINTS) if lines else (empty, empty, empty, empty)
 
 

@@ -24,7 +24,7 @@ from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
 from raafl.local.stacked.stacks import Known, Unstackable, outside, same_bits, set_torch_state, stack_of
 from raafl.local.stacked.steps import Member, Place, Steps
-from raafl.local.train import LocalTrainer, PreparedTask
+from raafl.local.train import MAX_BUILT, LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import current, generators, same_generators, seed_everything
 from raafl.submodel import FlatTensors, Layout, Spec
@@ -199,9 +199,9 @@ class Trained:
 class CohortTrainer:
     """Trainer of several tasks of the same submodel as one batch; its modules are separate from those of `LocalTrainer`."""
 
-    def __init__(self, trainer: LocalTrainer, max_built: int = 16, *, fast: bool = False) -> None:
+    def __init__(self, trainer: LocalTrainer, *, fast: bool = False) -> None:
         """Create a trainer of batches of clients; ``fast``: compute one product for all, with other last bits."""
-        self._trainer, self._max_built = trainer, max_built
+        self._trainer = trainer
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known | None = None if fast else {}
         # CUDA graphs of steps, by submodel and number of clients
@@ -329,7 +329,7 @@ class CohortTrainer:
     def _get(self, spec: Spec) -> tuple[TrainableSubmodel, list[Place]]:
         """Return a submodel's module with its optimizer, and the parts of the module in which each tensor is stored."""
         if spec not in self._built:
-            while len(self._built) >= self._max_built:
+            while len(self._built) >= MAX_BUILT:
                 self._built.popitem(last=False)
             built = self._trainer.build(spec)
             if (reason := _refusal_of_built(built)) is not None:

@@ -311,7 +311,7 @@ def together_is_equal(known: Known, function: Callable[..., Any], args: Any, kwa
     equal = known.get(key)
     if equal is None:
         with outside(), torch.enable_grad():
-            equal = known[key] = _try(function, leaves, stacks, form, num)
+            equal = known[key] = _try(function, leaves, stacks, form)
     return equal
 
 
@@ -323,7 +323,7 @@ def _form_of(leaf: object, stack: Tensor | None) -> Hashable:
     return stack is None, tensor.dtype, tensor.shape, tensor.stride(), place, tensor.requires_grad, tensor.device
 
 
-def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | None], form: Any, num: int) -> bool:
+def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | None], form: Any) -> bool:
     generator, count = torch.Generator().manual_seed(1), 0
     while count < _ENOUGH:
         drawn = [_drawn(leaf, stack, generator) for leaf, stack in zip(leaves, stacks, strict=True)]

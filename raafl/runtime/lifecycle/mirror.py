@@ -55,17 +55,16 @@ class Mirror:
         warn: Callable[[str], None] = _log.warning,
         *,
         first_wait_s: float = _FIRST_WAIT_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the copying thread, which waits for the first call of `request`."""
         self.url, self.num_failed = store.url, 0
-        self._folder, self._warn, self._clock = folder, warn, clock
+        self._folder, self._warn = folder, warn
         self._first_wait_s = first_wait_s
         # by file name: size and modification time at the last copy; used by the copying thread alone
         self._copied: dict[str, tuple[int, int]] = {}
         self._changed = threading.Condition()
         self._asked = self._done = self._failed_in_a_row = 0
-        self._moved_at, self._error, self._is_closed = clock(), "", False
+        self._moved_at, self._error, self._is_closed = time.monotonic(), "", False
         self._thread = threading.Thread(target=self._work, args=(store,), name="mirror", daemon=True)
         self._thread.start()
 
@@ -82,7 +81,7 @@ class Mirror:
 
         A first Ctrl-C during the wait ends it; ``note`` says so where it takes long.
         """
-        since = self._clock()
+        since = time.monotonic()
         with Interrupt() as interrupt, self._changed:
             asked_before, said = interrupt.asked, False
             self._asked += 1
@@ -90,7 +89,7 @@ class Mirror:
             self._changed.notify_all()
             while self._done < wanted:
                 self._changed.wait(0.2)
-                now = self._clock()
+                now = time.monotonic()
                 if not said and now - since > _SAID_S:
                     note(f"waiting until {self.url} has all files; Ctrl-C ends the wait")
                     said = True
@@ -182,7 +181,7 @@ class Mirror:
         self._moved()
 
     def _moved(self) -> None:
-        self._moved_at = self._clock()
+        self._moved_at = time.monotonic()
 
 
 class StoreCopy(RunHooks):

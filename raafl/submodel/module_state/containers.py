@@ -300,7 +300,7 @@ class Glance:
 class AttributesRecord(Record):
     """Record of an object's attributes; for a module, all except tensors, submodules and hooks."""
 
-    def __init__(self, reached: Reached, ignored: frozenset[str] = frozenset(), hooks: tuple[Any, ...] = ()) -> None:
+    def __init__(self, reached: Reached, ignored: frozenset[str] = frozenset()) -> None:
         super().__init__(reached)
         self._now, self._ignored = attributes_of(reached.thing), ignored
         self._saved = {name: value for name, value in self._now.items() if name not in ignored}

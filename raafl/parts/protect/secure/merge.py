@@ -178,7 +178,7 @@ class SecureSum(Wrapped):
         else:
             layouts.plan(spec).apply_(memory.numbers, arrived, _add_views)
         if not memory.missing:
-            self._read(state, memory, layouts)
+            self._read(memory, layouts)
 
     def _begin(self, memory: SecureMemory, layouts: IntegerLayouts, group: SumGroup) -> None:
         """Begin the sum of a new group; that of an incomplete group is discarded, since it is still masked."""
@@ -187,7 +187,7 @@ class SecureSum(Wrapped):
         memory.missing, memory.scale, memory.group = list(group.members), group.scale, []
         memory.numbers = layouts.zeros()
 
-    def _read(self, state: GlobalState, memory: SecureMemory, layouts: IntegerLayouts) -> None:
+    def _read(self, memory: SecureMemory, layouts: IntegerLayouts) -> None:
         """Decode the complete sum of a group, and add it to the changes of this merge."""
         members, numbers = memory.group, memory.numbers
         memory.group, memory.numbers, memory.num_sums = [], None, memory.num_sums + 1

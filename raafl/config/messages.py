@@ -104,9 +104,10 @@ def _pairs(node: object) -> dict[str, tuple[Any, Any]]:
     return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
 
 
-def _quoted(file: str, field: str) -> str:
-    number = yaml_line(file, field)
-    return "" if number is None else f" ({relative(file)}, line {number})"
+def place_in(file: str, *fields: str) -> str:
+    """Return " (FILE, line N)" for the first of the fields that the file has; "" if it has none."""
+    line = next(filter(None, (yaml_line(file, field) for field in fields)), None)
+    return "" if line is None else f" ({relative(file)}, line {line})"
 
 
 def relative(path: str) -> str:
@@ -128,7 +129,7 @@ class ErrorCollector(Check):
         """Check all files and options of a command line; return a line for each error."""
         for file in values(argv, "--config"):
             tree = with_class_path(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
-            self.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
+            self.source(tree, partial(place_in, file) if file != hidden else lambda field: "")
         for tree in self.options([item for item in argv if name_of(item) != "--config"]):
             self.source(tree, lambda field: "")
         self.missing()

@@ -85,14 +85,17 @@ def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
 
 def _labels_of_batch(batch: object) -> torch.Tensor | None:
     """Find the integer labels in a batch, shape (samples,); None if it has none."""
-    label: object = None
-    if isinstance(batch, Mapping):
-        label = next((batch[key] for key in _KEYS if key in batch), None)
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        label = batch[-1]
+    label = _entry(batch)
     if not isinstance(label, torch.Tensor) or label.ndim != 1 or label.is_floating_point():
         return None
     return label
+
+
+def _entry(found: object) -> object:
+    """Return the entry of a sample or a batch that has the labels: by its name, or the last; None if there is none."""
+    if isinstance(found, Mapping):
+        return next((found[key] for key in _KEYS if key in found), None)
+    return found[-1] if isinstance(found, (tuple, list)) and len(found) > 1 else None
 
 
 class Columns(Mapping[str, Sequence[Any]]):
@@ -144,11 +147,7 @@ def _stored_labels(dataset: Any) -> npt.NDArray[Any] | None:
 
 
 def _label_of(sample: object, index: int) -> object:
-    label = None
-    if isinstance(sample, Mapping):
-        label = next((sample[key] for key in _KEYS if key in sample), None)
-    elif isinstance(sample, (tuple, list)) and len(sample) > 1:
-        label = sample[-1]
+    label = _entry(sample)
     if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) and label.ndim == 0:
         label = label.item()
     if not isinstance(label, int):

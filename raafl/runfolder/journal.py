@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Self, cast
@@ -405,11 +405,13 @@ class RunFolder:
 
 def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
     """Return a new path `runs/NAME-YYYYMMDD-HHMMSS`, with a number appended if it exists; the folder is not created."""
-    first = Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = first, 2
-    while path.exists():
-        path, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return path
+    return unused_path(Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def unused_path(first: Path) -> Path:
+    """Return ``first``, with a number appended if it exists."""
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(path for path in chain([first], others) if not path.exists())
 
 
 @lru_cache(maxsize=1024)

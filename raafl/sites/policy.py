@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from raafl.config.messages import ErrorCollector, Wrong, parser_of, relative, yaml_line
+from raafl.config.messages import ErrorCollector, Wrong, parser_of, place_in
 from raafl.errors import BadInput, at_least, installing, nearest, positive
 from raafl.local.train import LocalTrainer
 from raafl.log import warn_once
@@ -354,7 +354,7 @@ def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: st
         try:
             checked.arguments({key: value}, kind, name, kind.__name__)
         except Wrong as wrong:
-            problems.append(f"{wrong}{_place(file, wrong.field.removeprefix(f'{name}.'), str(key))}")
+            problems.append(f"{wrong}{place_in(file, wrong.field.removeprefix(f'{name}.'), str(key))}")
     problems += _missing(tree, kind, name, file)
     if problems:
         raise BadInput("\n".join(problems))
@@ -371,13 +371,7 @@ def _missing(tree: Mapping[str, Any], kind: Any, name: str, file: str) -> Iterat
         required = [one.name for one in fields(nested) if one.default is MISSING and one.default_factory is MISSING]
         # jsonargparse would report it with the classes that it tried
         for lacking in (one for one in required if one not in given):
-            yield f"{name}.{section}.{lacking} is missing: give it, or leave {section} out{_place(file, section)}"
-
-
-def _place(file: str, *keys: str) -> str:
-    """Return " (FILE, line N)" for the first of the keys that the file has; "" if it has none."""
-    line = next(filter(None, (yaml_line(file, key) for key in keys)), None)
-    return "" if line is None else f" ({relative(file)}, line {line})"
+            yield f"{name}.{section}.{lacking} is missing: give it, or leave {section} out{place_in(file, section)}"
 
 
 # Store how many bytes and how much of its privacy budget a site has used, in a folder that later processes read.

@@ -33,6 +33,7 @@ from raafl.runfolder.append_file import AppendFile, complete_rows, to_json
 from raafl.runfolder.books import Books
 from raafl.runfolder.checkpoint_reader import load_plain
 from raafl.runfolder.events import JournalReader, RolledBackLines
+from raafl.runfolder.journal import unused_path
 from raafl.runfolder.schema import CONFIG, JournalRow
 from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.setup import ClientSetup
@@ -151,7 +152,9 @@ class Receipts:
             if signer is None:
                 return None
             first = state_folder() / "receipts" / f"client-{client}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            return cls(_unused(first), client, config_yaml, conditions, signer, share=share, own_data=own_data, say=say)
+            return cls(
+                unused_path(first), client, config_yaml, conditions, signer, share=share, own_data=own_data, say=say
+            )
         except (OSError, RuntimeError):
             return None
 
@@ -189,7 +192,7 @@ class Receipts:
         last, self._last = self._last, assignment
         if last is None or last == assignment or not _comes_again(last, assignment):
             return
-        folder = _unused(self._first)
+        folder = unused_path(self._first)
         try:
             new = self._begun(folder)
         except OSError as error:
@@ -239,14 +242,6 @@ class Receipts:
         self._file.close()
         if self._file.num_unwritten:
             _log.warning(f"not written: {self._file.num_unwritten} of {self._file.path}")
-
-
-def _unused(first: Path) -> Path:
-    """Return ``first``, with a number appended if it exists."""
-    path, number = first, 2
-    while path.exists():
-        path, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return path
 
 
 def _comes_again(last: Mapping[str, Any], assignment: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cost.predicted import Method
 from raafl.submodel.cut.layers import copy_structure
 from raafl.submodel.cut.shrink import Structure, build
+from raafl.submodel.declared import above
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.isolated_run import loss_of
 from raafl.submodel.nested_batch import meta_batch, tensors_in
@@ -247,7 +248,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         while parent >= 0:
             enclosing.add(parent)
             parent = self.calls[parent].parent
-        owners = {path for name in lower for path in _above(name)}
+        owners = {path for name in lower for path in above(name)[1:]}
         inside: set[int] = set()
         skipped = []
         for number, other in enumerate(self.calls):
@@ -288,11 +289,6 @@ def _activation(output: object) -> int | None:
 
 def _detached(output: object) -> object:
     return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, output)
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def trace_step(submodels: Submodels, shapes: Shapes | None = None) -> Trace:

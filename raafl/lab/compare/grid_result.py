@@ -19,9 +19,10 @@ from raafl.lab.compare.grid import Cell, Grid, GridRuns, replayed_seeds
 from raafl.lab.compare.processes import in_processes, log_of, replay, replay_difference
 from raafl.lab.compare.report import Cells, difference, p_value, result, short, time_cell, with_interval
 from raafl.lab.compare.results import differences, rules_of, with_holm
-from raafl.lab.compare.runs import Run, Runner, file_digest, provenance, resolve
+from raafl.lab.compare.runs import Run, Runner, provenance, resolve
 from raafl.lab.compare.statistics import ALPHA, RankTest, holm, rank_test
 from raafl.runfolder.schema import JOURNAL
+from raafl.runfolder.seals import file_digest
 
 SCHEMA = 2
 _BY_INTERVALS = 1  # number of an older format, whose means left out seeds that did not reach the target

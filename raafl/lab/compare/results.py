@@ -15,10 +15,11 @@ from raafl.devices import Device, assign
 from raafl.devices.catalog import watts
 from raafl.devices.files import load_devices
 from raafl.lab.compare.comparison import Comparison
-from raafl.lab.compare.runs import Outcome, file_digest, made_by
+from raafl.lab.compare.runs import Outcome, made_by
 from raafl.lab.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to
 from raafl.rules import CURRENT, recorded_revision
 from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, METRICS, TESTED, Summary
+from raafl.runfolder.seals import file_digest
 
 COLUMNS = (
     "final",

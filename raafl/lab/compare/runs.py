@@ -39,6 +39,7 @@ from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric
+from raafl.runfolder.seals import file_digest
 from raafl.runtime.lifecycle.environment import processor
 from raafl.units import duration, quantity
 
@@ -466,8 +467,3 @@ def code_digest() -> str:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 digest of a file's contents, as hexadecimal digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -123,7 +123,7 @@ class Loggers(RunHooks):
         for worker in self._workers:
             with_model = worker.spec.init_args.get("log_model") is not False
             worker.put(partial(finish, folder=folder, summary=typed, tables=tables, with_model=with_model))
-            worker.end(lambda logger: _close(logger, status))
+            worker.end(lambda logger: close(logger, status))
         until, said_at = time.monotonic() + FINISH_S, time.monotonic() + SAID_S
         for worker in self._workers:
             while worker.at_work and (now := time.monotonic()) < until:
@@ -236,10 +236,10 @@ def _hyper_parameters(config_yaml: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _close(logger: Any, status: str) -> None:
+def close(logger: Any, status: str) -> None:
     """Close a logger, so that its data is on disk or sent."""
     logger.finalize("success" if status == "interrupted" else status)
-    if type(logger).__name__ == "WandbLogger":  # otherwise W&B's run would end only with the process
+    if _is_a(logger, "WandbLogger"):  # otherwise W&B's run would end only with the process
         logger.experiment.finish(exit_code=int(status == "failed"))
 
 
@@ -489,11 +489,9 @@ def timeline_table(run: RecordedRun) -> Table:
 
 def regions_table(run: RecordedRun) -> Table:
     """Return a table with the number of merged updates of each region (a piece of the model that is merged separately)."""
-    counts: dict[int, int] = {}
-    for region in run.tasks["region"][run.tasks.are(MERGED)]:
-        if math.isfinite(region):
-            counts[int(region)] = counts.get(int(region), 0) + 1
-    return ["region", "merged"], [[region, counts[region]] for region in sorted(counts)]
+    regions = run.tasks["region"][run.tasks.are(MERGED)]
+    counts = Counter(int(region) for region in regions if math.isfinite(region))
+    return ["region", "merged"], [[*pair] for pair in sorted(counts.items())]
 
 
 def _plain(value: float) -> float | None:

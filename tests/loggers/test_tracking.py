@@ -16,6 +16,7 @@ from raafl.loggers import (
     RunIds,
     Tables,
     clients_table,
+    close,
     finish,
     histogram,
     log,
@@ -178,6 +179,29 @@ def test_any_other_logger_is_told_no_more_than_scalars(finished):
     summary, folder = finished
     finish(Plain(), folder, summary, Tables(folder / "nowhere"))  # the tables are not even read
     assert told == []
+
+
+@pytest.mark.parametrize(("status", "code"), [("success", 0), ("interrupted", 0), ("failed", 1)])
+def test_a_run_ends_at_wandb_also_by_a_logger_of_ones_own(status, code):
+    """Of a subclass W&B's run stayed open until the process ended, without the code of a failed run."""
+    ended = []
+
+    class Experiment:
+        def finish(self, exit_code):
+            ended.append(exit_code)
+
+    class WandbLogger:
+        experiment = Experiment()
+
+        def finalize(self, status):
+            pass
+
+    class Own(WandbLogger):
+        pass
+
+    for logger in (WandbLogger(), Own()):
+        close(logger, status)
+    assert ended == [code, code]
 
 
 def test_names_of_runs_are_kept_and_damage_is_survived(tmp_path):

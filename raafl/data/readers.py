@@ -200,7 +200,8 @@ def locked(path: Path) -> Iterator[None]:
         yield
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # the file system cannot lock
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -1,3 +1,4 @@
+import fcntl
 import gzip
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ from torch.utils.data import TensorDataset
 from raafl.data import CIFAR10, CIFAR100, MNIST, Digits, Dirichlet, FederatedData, HuggingFace, readers
 from raafl.errors import BadInput
 from tests.data.modules import set_up
+from tests.helpers.refusals import cannot_lock
 
 MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST_COUNTS = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
@@ -193,6 +195,14 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(small_cifar10, monkeypat
     monkeypatch.setattr(readers, "_USER_CACHE", tmp_path / "nobody")
     assert np.array_equal(set_up(CIFAR10(root, download=False)).train.images.numpy(), pixels[:4].transpose(0, 3, 1, 2))
     assert not (tmp_path / "nobody").exists()
+
+
+def test_a_folder_in_which_nothing_can_be_locked_is_no_obstacle(small_cifar10, monkeypatch):
+    """Reading data ended with an error of the system there; at worst two processes decode the same."""
+    root, pixels = small_cifar10
+    monkeypatch.setattr(fcntl, "flock", cannot_lock)
+    assert np.array_equal(set_up(CIFAR10(root, download=False)).train.images.numpy(), pixels[:4].transpose(0, 3, 1, 2))
+    assert len(list((root / ".raafl").glob("*.npy"))) == 4
 
 
 def test_ranks_that_start_together_decode_once(tmp_path):

@@ -1,13 +1,20 @@
-"""Make a test of what a function refuses from a table of arguments and messages."""
+"""Make a test of what a function refuses from a table of arguments and messages; refuse locks as some file systems do."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from raafl.errors import BadInput
+
+
+def cannot_lock(*_: object) -> None:
+    """Raise what `fcntl.flock` raises on a file system without locks."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def refuses(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import fcntl
 import gc
 import multiprocessing as mp
@@ -12,6 +11,7 @@ import pytest
 
 from raafl.errors import BadInput
 from raafl.runfolder.journal import FolderLock
+from tests.helpers.refusals import cannot_lock
 
 REFUSED = r"resume is '.*run', where another process is writing its run: wait until it ends, or end it first"
 
@@ -73,10 +73,7 @@ def test_a_forked_child_does_not_hold_the_lock_on(folder):
 
 
 def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(folder, monkeypatch, caplog):
-    def fails(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", fails)
+    monkeypatch.setattr(fcntl, "flock", cannot_lock)
     with FolderLock(folder, "resume"), FolderLock(folder, "resume"):
         pass
     (said, _) = caplog.messages

@@ -142,21 +142,8 @@ def _lock(file: int, log: Path) -> None:
         raise BadInput(
             f"output is '{log.parent}', where another process is running {log.stem}: wait until it ends"
         ) from None
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a comparison's folder, which ends with the process; raise `BadInput` if another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput(f"output is '{folder}', where another process is searching: wait until it ends") from None
-        yield
-    finally:
-        os.close(descriptor)
+    except OSError:  # the file system cannot lock, of which the run itself warns
+        pass
 
 
 def _new_waiter(argv: Sequence[str], log: Path, cluster: Cluster) -> BaseProcess:
@@ -230,7 +217,7 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
+def chosen(result: Mapping[str, Any], share: float) -> list[dict[str, Any]]:
     """Choose a random share of a comparison's runs, to be replayed as a check; the number of runs is rounded up.
 
     Raises:
@@ -239,7 +226,7 @@ def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[
     runs = [run | {"row": row["row"]} for row in result["rows"] for run in row["runs"] if "error" not in run]
     if not runs:
         raise BadInput(f"verify is {share:g}, but no run of '{result['name']}' has ended: run the comparison first")
-    return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
+    return random.Random(0).sample(runs, math.ceil(share * len(runs)))
 
 
 def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iterator[dict[str, Any]]:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from raafl.errors import BadInput, RunFailed, installing
 from raafl.lab.compare.comparison import Comparison, Halving, Options, Range, Search, word_of
-from raafl.lab.compare.processes import alone_in
 from raafl.lab.compare.results import curve_of
 from raafl.lab.compare.runs import Outcome, Run, Runner, parsed, resolve
 from raafl.lab.compare.statistics import time_to
+from raafl.runfolder.journal import FolderLock
 from raafl.sanitize import sanitize_text
 
 _NO_BUDGET = (
@@ -190,7 +190,8 @@ def run_studies(
         BadInput: Optuna is not installed, settings are wrong, or another process searches in the folder.
         RunFailed: a run was interrupted from outside, or all trials of a row failed.
     """
-    with alone_in(folder):  # else a second search would take the first one's trials for killed ones
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(folder, "output"):  # else a second search would take the first one's trials for killed ones
         return _run_studies(comparison, search, runner, folder, jobs)
 
 

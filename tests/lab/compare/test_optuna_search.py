@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import pytest
 from raafl.errors import BadInput
 from raafl.lab.compare import search as searches
 from raafl.lab.compare.comparison import Comparison, Range, Search, of_fields
+from raafl.lab.compare.processes import check_free
 from raafl.lab.compare.search import run_studies
-from tests.helpers.refusals import refuses
+from tests.helpers.refusals import cannot_lock, refuses
 
 pytest.importorskip("optuna")
 GRID = {"--model.lr": {"low": 0.001, "high": 1.0, "log": True}, "--train.num_steps": {"low": 1, "high": 4}}
@@ -91,7 +93,7 @@ def test_a_second_search_in_the_folder_is_refused_and_spoils_nothing(tmp_path):
     class Busy(Runs):
         def run_all(self, runs, metric):
             if not self.runs:
-                with pytest.raises(BadInput, match="another process is searching: wait until it ends") as refused:
+                with pytest.raises(BadInput, match="another process is writing its run: wait until it ends") as refused:
                     studied(tmp_path / "busy", Runs())
                 refusals.append(refused)
             return super().run_all(runs, metric)
@@ -99,6 +101,14 @@ def test_a_second_search_in_the_folder_is_refused_and_spoils_nothing(tmp_path):
     whole, _ = studied(tmp_path / "whole", Runs())
     assert studied(tmp_path / "busy", Busy())[0] == whole
     assert len(refusals) == 1
+
+
+def test_a_search_goes_on_where_nothing_can_be_locked(tmp_path, monkeypatch, caplog):
+    """It ended with an error of the system, on a file system where a run alone goes on with a warning."""
+    monkeypatch.setattr(fcntl, "flock", cannot_lock)
+    check_free(tmp_path / "run.log")
+    studied(tmp_path / "search", Runs())
+    assert caplog.messages[0].startswith(f"{tmp_path / 'search'} cannot be locked (No locks available)")
 
 
 def test_rows_have_equally_many_trials_though_an_earlier_search_asked_for_more(tmp_path):

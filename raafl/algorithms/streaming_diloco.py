@@ -52,7 +52,7 @@ from raafl.algorithm import (
     one_of,
     positive,
 )
-from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, BySpeed, adam_of, count_of
+from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, BySpeed, InnerState, Steps, adam_of, count_of
 from raafl.core.local import value_of
 from raafl.core.payload import Way
 from raafl.core.state import OneValue
@@ -302,8 +302,6 @@ class DelayedByFragment(DelayedNesterov):
 
 
 When = Literal["all", "each"]
-Steps = Literal["equal", "speed"]
-InnerState = Literal["new", "kept"]
 
 
 def streaming_diloco(

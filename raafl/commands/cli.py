@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from raafl import log
 from raafl.config.argv import LOG_FORMATS, name_of, options_of, resolves, values, with_paths, without
@@ -155,16 +155,16 @@ def _main(argv: list[str]) -> int:
         "simulate": _simulate,
         "serve": _serve,
         "join": _join,
-        "submit": _runs_command("submit"),
-        "runs": _runs_command("command"),
-        "certs": _certs,
+        "submit": _printing("runs", "submit"),
+        "runs": _printing("runs", "command"),
+        "certs": _printing("certs", "command"),
         "replay": _replay,
         "audit": _audit,
         "watch": _watch,
-        "report": _page,
-        "compare": _lab_command("compare"),
-        "sweep": _lab_command("sweep"),
-        "reproduce": _lab_command("reproduce"),
+        "report": _printing("report", "report"),
+        "compare": _printing("compare", "compare"),
+        "sweep": _printing("sweep", "sweep"),
+        "reproduce": _printing("reproduce", "reproduce"),
         "plan": _text_command("plan"),
         "calibrate": _text_command("calibrate"),
         "axes": _text_command("axes"),
@@ -245,7 +245,6 @@ def _check_first(command: str, argv: Sequence[str]) -> None:
 
 
 def _fit(argv: list[str]) -> int:
-
     if values(argv, "--local"):
         from raafl.commands.fit_local import fit_local, read
 
@@ -351,26 +350,6 @@ def _join(argv: list[str]) -> int:
     return _report(*result, parsed)
 
 
-def _certs(argv: list[str]) -> int:
-    """Run `raafl certs`: create, sign, renew or revoke certificates."""
-    from raafl.commands.certs import command
-
-    print(command(argv))
-    return 0
-
-
-def _runs_command(name: Literal["submit", "command"]) -> Callable[[list[str]], int]:
-    """Make the command `raafl submit` or `raafl runs`, which prints the text that a function of `raafl.commands.runs` returns."""
-
-    def run(argv: list[str]) -> int:
-        from raafl.commands import runs
-
-        print(getattr(runs, name)(argv))
-        return 0
-
-    return run
-
-
 def _replay(argv: list[str]) -> int:
     """Run `raafl replay`; return exit code 0 if the replayed model equals the recorded one, else 1."""
     from raafl.commands.replay import client_file, lines_of, parser
@@ -412,20 +391,12 @@ def _watch(argv: list[str]) -> int:
     return 0
 
 
-def _page(argv: list[str]) -> int:
-    """Run `raafl report`: write a page or a figure about runs."""
-    from raafl.commands.report import report
-
-    print(report(argv))
-    return 0
-
-
-def _lab_command(name: Literal["compare", "sweep", "reproduce"]) -> Callable[[list[str]], int]:
-    """Make the command ``name``, which prints the text that the function ``raafl.commands.NAME.NAME`` returns."""
+def _printing(module: str, name: str) -> Callable[[list[str]], int]:
+    """Make a command that prints the text that the function ``raafl.commands.MODULE.NAME`` returns."""
 
     def run(argv: list[str]) -> int:
         with quick_imports():
-            command = getattr(importlib.import_module(f"raafl.commands.{name}"), name)
+            command = getattr(importlib.import_module(f"raafl.commands.{module}"), name)
         print(command(argv))
         return 0
 

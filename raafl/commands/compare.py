@@ -60,7 +60,6 @@ def run(comparison: Comparison, options: Namespace) -> str:
         any_code=options.any_code,
         draws=not options.no_page,
         not_run=left_out,
-        tell=_tell,
         cluster=_cluster(options),
     )
     shown = f"{found}\n\n" + "\n".join(f"wrote {path}" for path in found.files)

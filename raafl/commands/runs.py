@@ -49,15 +49,7 @@ server was started with --trust_config."""
 
 _LOOK_S = 0.5
 _VERBS = ("list", "show", "stop", "resume")
-_OF_SERVER = (
-    ("certs", "--certs"),
-    ("tls_ca", "--tls_ca"),
-    ("tls_cert", "--tls_cert"),
-    ("tls_key", "--tls_key"),
-    ("tls_crl", "--tls_crl"),
-    ("sites", "--sites"),
-    ("min_clients", "--min_clients"),
-)
+_OF_SERVER = ("certs", "tls_ca", "tls_cert", "tls_key", "tls_crl", "sites", "min_clients")
 """Options of the server for many runs that each run's process gets, too."""
 _log = logging.getLogger(__name__)
 
@@ -137,8 +129,8 @@ def _check_rest(own: Namespace, rest: Sequence[str]) -> None:
 
 
 def _options(own: Namespace) -> list[str]:
-    given = [(option, getattr(own, name)) for name, option in _OF_SERVER]
-    return [text for option, value in given if value is not None for text in (option, str(value))]
+    given = [(name, getattr(own, name)) for name in _OF_SERVER]
+    return [text for name, value in given if value is not None for text in (f"--{name}", str(value))]
 
 
 def keep(own: Namespace, rest: Sequence[str]) -> int:

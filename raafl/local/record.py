@@ -119,12 +119,9 @@ class Recorder:
         """Sum and total weight of each number that was logged, by name."""
         return self._sums
 
-    def carry(self, name: str, how: str, into: Tensor, start: float, weight: float) -> None:
-        """Let the sum of a value go on in ``into``, to which a graph adds the next one, and count that one's weight.
-
-        `start`: what ``into`` holds before the first value.
-        """
-        total, count = self._sums.get(name, (start, 0.0))
+    def carry(self, name: str, how: str, into: Tensor, weight: float) -> None:
+        """Let the sum of a value go on in ``into``, to which a graph adds the next one, and count that one's weight."""
+        total, count = self._sums.get(name, (START[how], 0.0))
         if total is not into:
             into.copy_(total) if isinstance(total, Tensor) else into.fill_(total)
         self._how[name] = how
@@ -264,6 +261,8 @@ def logged_value(name: str, value: Any) -> Tensor | float:
         raise BadInput(f"'{name}' is logged and is {type(value).__name__}: give one number") from None
 
 
+# neutral elements of the reductions; for sums -0.0, since 0.0 + -0.0 would change the sign
+START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lambda one, other: one + other,
     "min": lambda one, other: torch.minimum(torch.as_tensor(one), torch.as_tensor(other)),

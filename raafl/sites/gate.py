@@ -210,15 +210,15 @@ class SiteGate(Gate):
         """Count the bytes of the connection if the policy limits them; see `Gate.connection`."""
         if self.policy.max_bytes is None:
             return pair
-        return MeteredConnection(pair, self._moved, self._check_download)
+        return MeteredConnection(pair, self._moved, self._check_bytes)
 
-    def _check_download(self, num: int) -> None:
-        """Refuse a task whose download would exceed the site's byte limit for today, before the server sends it."""
+    def _check_bytes(self, num: int, what: str = "it") -> None:
+        """Refuse a task if ``num`` more bytes exceed the site's limit for today, which ``what`` has."""
         most, used = self.policy.max_bytes, self._bytes_today()
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: it has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
+                f"a task: {what} has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
                 f"{size(most)}",
                 "wait",
             )
@@ -249,7 +249,9 @@ class SiteGate(Gate):
     def before(self, assignment: Assignment) -> None:
         """Refuse a task outside the site's hours, beyond its byte limit, or with too few samples."""
         self._check_hours()
-        self._check_bytes(assignment)
+        if self.counts_bytes:
+            answer = self._trainer.payload.layout(assignment.spec, "trained")
+            self._check_bytes(answer.num_bytes, "its answer")
         epochs, steps = self._trainer.training.length(assignment)
         per_epoch = self._data.num_batches(self._trainer.training.batch_size)
         self._check_samples(per_epoch * (epochs or 1) if steps is None else steps)
@@ -325,19 +327,6 @@ class SiteGate(Gate):
     def _check_hours(self) -> None:
         if (closed := opens_at(self._hours, self._now())) is not None:
             raise PolicyRefusal(f"a task: policy.hours allows no task until {closed:%a %H:%M}", "wait")
-
-    def _check_bytes(self, assignment: Assignment) -> None:
-        most = self.policy.max_bytes
-        if most is None:
-            return
-        answer, used = self._trainer.payload.layout(assignment.spec, "trained").num_bytes, self._bytes_today()
-        if used + answer > most:
-            self._day_is_over = _midnight_after(self._now())
-            raise PolicyRefusal(
-                f"a task: its answer has {size(answer)}, and today {size(used)} were transferred, but "
-                f"policy.bytes_per_day is {size(most)}",
-                "wait",
-            )
 
     def _check_samples(self, num_batches: int) -> None:
         """Refuse a task that trains on fewer samples than the policy requires.

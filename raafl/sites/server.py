@@ -274,8 +274,6 @@ class SiteSession(SessionExtension):
 # seconds until an unreadable file is tried again: it can become readable without any change of its own
 _RETRY_S = 5.0
 
-_log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
@@ -348,7 +346,6 @@ LINE_EVERY_S: Final = 1.0
 """Each client may have so many lines written at once, and one more each second; others are counted and dropped."""
 
 MAX_FILE_BYTES: Final = 64 << 20
-_log = logging.getLogger(__name__)
 
 
 class ClientLogs:

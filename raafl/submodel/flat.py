@@ -39,7 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every dtype that flat storage and the wire know, by name."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -100,7 +100,7 @@ class Layout:
         for name, shape, dtype in tensors:
             if name in entries:
                 raise BadInput(f"tensor '{name}' occurs twice in the layout: give each tensor its own name")
-            if dtype not in _NAMES:
+            if dtype not in DTYPE_NAMES:
                 raise BadInput(f"tensor '{name}' has dtype {dtype}: convert it to one of {', '.join(DTYPES)}")
             entry = entries[name] = TensorEntry(name, tuple(shape), dtype, ends.get(dtype, 0))
             ends[dtype] = entry.offset + entry.numel
@@ -163,7 +163,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as plain data; positions are left out, since they follow from the order."""
-        return {"tensors": [[e.name, list(e.shape), _NAMES[e.dtype]] for e in self.entries]}
+        return {"tensors": [[e.name, list(e.shape), DTYPE_NAMES[e.dtype]] for e in self.entries]}
 
     def only(self, names: Collection[str]) -> Layout:
         """Return a layout with only the tensors in ``names``, in this layout's order."""
@@ -350,7 +350,7 @@ class FlatTensors:
         """Return the sha256 digest of names, dtypes, shapes and values, in the order of names, as hexadecimal digits."""
         digest = hashlib.sha256()
         for entry in sorted(self.layout.entries, key=lambda e: e.name):
-            digest.update(json.dumps([entry.name, _NAMES[entry.dtype], list(entry.shape)]).encode())
+            digest.update(json.dumps([entry.name, DTYPE_NAMES[entry.dtype], list(entry.shape)]).encode())
             digest.update(_bytes(self.buffers[entry.dtype][entry.offset : entry.offset + entry.numel]))
         return digest.hexdigest()
 

@@ -38,7 +38,7 @@ import torch
 import xxhash
 
 from raafl.sanitize import sanitize_text
-from raafl.submodel.flat import DTYPES, FlatTensors
+from raafl.submodel.flat import DTYPE_NAMES, DTYPES, FlatTensors
 
 MAGIC = b"RAFL"
 FORMAT_VERSION = 1
@@ -59,7 +59,6 @@ _SQUARE, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes({*range(256)} - {*b
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _MAX_DETAIL = 500
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Kind(IntEnum):
@@ -212,9 +211,9 @@ def _encode_plain(kind: Kind, assignment: int, incarnation: int) -> bytes:
 def _encode_head(message: Message) -> bytes:
     buffers = declared(message.tensors)
     for dtype, _ in buffers:
-        if dtype not in _NAMES:
+        if dtype not in DTYPE_NAMES:
             raise ValueError(f"tensors hold {dtype}: cast to one of {', '.join(DTYPES)}")
-    section = {"meta": message.meta, "buffers": [[_NAMES[dtype], numel] for dtype, numel in buffers]}
+    section = {"meta": message.meta, "buffers": [[DTYPE_NAMES[dtype], numel] for dtype, numel in buffers]}
     try:
         text = _ENCODER.encode(section).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -391,4 +390,4 @@ def _buffer(entry: object) -> tuple[torch.dtype, int]:
 
 
 def _names(buffers: tuple[tuple[torch.dtype, int], ...]) -> str:
-    return ", ".join(f"{_NAMES.get(dtype, dtype)}[{numel}]" for dtype, numel in buffers) or "no tensors"
+    return ", ".join(f"{DTYPE_NAMES.get(dtype, dtype)}[{numel}]" for dtype, numel in buffers) or "no tensors"

@@ -153,9 +153,9 @@ class Progress(Notices):
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
         """Check whether a status line is due: the run has begun, and the last line said something else or is a minute old."""
-        working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
+        working, there = _counts(state)
         begun = state.version or state.num_updates or working
-        said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
+        said, self._said = self._said, (state.version, state.num_updates, working, there)
         return bool(begun) and (said != self._said or now - self._status_at >= _UNCHANGED_S)
 
     def note(self, text: str) -> None:

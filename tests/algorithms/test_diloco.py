@@ -60,38 +60,24 @@ def values(finished):
 # ---- what it is equal to ----
 
 
-def test_a_plain_outer_step_is_unweighted_fed_avg_but_for_rounding(tmp_path):
-    """With SGD inside, eta 1 and no momentum: theta + mean(theta_n - theta) is the mean of the models."""
-    one = values(finish(experiment(tmp_path / "a", diloco(1.0, 0.0))))
-    other = values(finish(experiment(tmp_path / "b", fed_avg(by_samples=False))))
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
+ALIKE = {"devices": None, "partition": Iid(), "max_updates": 4}
+EQUAL = {
+    # with SGD inside, eta 1 and no momentum: theta + mean(theta_n - theta) is the mean of the models
+    "a plain outer step is unweighted FedAvg": (diloco(1.0, 0.0), fed_avg(by_samples=False), {}, 1e-4, 1e-5),
+    # four alike, N = 4: the four deltas of the first wave are all from one model, in both forms
+    "a wave of equal workers is a round": (diloco(), diloco(trigger="each"), ALIKE, 1e-4, 1e-6),
+    # tasks that end within the window start again from one model, so that N = 4 deltas are always from one
+    "a grace window is a round": (diloco(), diloco(trigger="each", grace_s=10.0), {"max_updates": 12}, 1e-3, 1e-5),
+    "one worker": (diloco(), diloco(trigger="each"), {"clients": 1, "max_updates": 5}, 1e-4, 1e-6),
+}
 
 
-def test_a_wave_of_equal_workers_ends_where_a_round_does(tmp_path):
-    """Four alike, N = 4: the four deltas of the first wave are all from one model, in both forms."""
-    alike = {"devices": None, "partition": Iid(), "max_updates": 4}
-    one = values(finish(experiment(tmp_path / "a", diloco(), **alike)))
-    other = values(finish(experiment(tmp_path / "b", diloco(trigger="each"), **alike)))
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-6)
-
-
-def test_a_grace_window_without_waiting_is_the_round_again(tmp_path):
-    """Tasks that end within the window start again from one model, so that N = 4 deltas are always from one."""
-    window = {"max_updates": 12}
-    one = values(finish(experiment(tmp_path / "a", diloco(), **window)))
-    other = values(finish(experiment(tmp_path / "b", diloco(trigger="each", grace_s=10.0), **window)))
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-5)
-
-
-def test_one_worker_without_waiting_is_one_worker_in_rounds(tmp_path):
-    alone = {"clients": 1, "max_updates": 5}
-    one = values(finish(experiment(tmp_path / "a", diloco(), **alone)))
-    other = values(finish(experiment(tmp_path / "b", diloco(trigger="each"), **alone)))
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_forms_of_one_computation_agree_but_for_rounding(tmp_path, name):
+    first, second, settings, rtol, atol = EQUAL[name]
+    one = values(finish(experiment(tmp_path / "a", first, **settings)))
+    other = values(finish(experiment(tmp_path / "b", second, **settings)))
+    torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", KINDS)

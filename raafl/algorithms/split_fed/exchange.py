@@ -31,9 +31,7 @@ from raafl.core.exchange import Exchange, ServerLink, server_seed
 from raafl.core.local import SkippedBatch
 from raafl.errors import InvalidPayload
 from raafl.submodel import SpecError
-from raafl.submodel.flat import DTYPES
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from raafl.submodel.flat import DTYPE_NAMES
 
 
 @contextmanager
@@ -121,7 +119,7 @@ class LowerHook(Hook):
 
     def _rest(self, index: int, activation: Tensor, shapes: Shapes, leaves: list[Tensor]) -> Tensor:
         assert self.task.link is not None
-        dtype = NAMES.get(activation.dtype, str(activation.dtype))
+        dtype = DTYPE_NAMES.get(activation.dtype, str(activation.dtype))
         meta = {"batch": index, "shapes": [list(shape) for shape in shapes], "dtype": dtype}
         named = {f"batch.{i}": leaf for i, leaf in zip(self._half.cut.leaves, leaves, strict=True)}
         layout = Layout.pack([("gradient", activation.shape, activation.dtype)])
@@ -265,7 +263,7 @@ class Batches:
             outline = self._half.outline(shapes, self._link.draws).activation
         except ValueError as error:
             raise InvalidPayload("wrong-shape", str(error)) from None
-        allowed = {NAMES[outline.dtype]: outline.dtype}
+        allowed = {DTYPE_NAMES[outline.dtype]: outline.dtype}
         if meta["precision"] == "bf16-mixed":
             allowed["bfloat16"] = torch.bfloat16
         dtype = allowed.get(str(meta.get("dtype")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,12 +134,11 @@ def run_comparison(
     any_code: bool = False,
     draws: bool = True,
     not_run: Sequence[str] = (),
-    tell: Callable[[str], None] = _tell,
     cluster: Cluster | None = None,
 ) -> ComparisonResult:
     """Search where the comparison asks for it, run all rows, and write the result.
 
-    `jobs`, `ranks`, `any_code`, `tell`, `cluster`: as for `raafl.lab.compare.runs.Runner`.
+    `jobs`, `ranks`, `any_code`, `cluster`: as for `raafl.lab.compare.runs.Runner`.
     `draws`: whether to write a page and a figure.
     `not_run`: labels of rows that were left out.
 
@@ -167,7 +166,7 @@ def run_comparison(
     runs = reported({label: some[0].settings for label, some in trials.items()})
     # before the searches: two rows may find equal settings, but must not start equal
     check_distinct(runs)
-    runner = Runner(folder / "runs", jobs, any_code, tell, ranks, cluster)
+    runner = Runner(folder / "runs", jobs, any_code, _tell, ranks, cluster)
     best: dict[str, Trial] = {}
     if search is not None and studies:
         trials, best = run_studies(comparison, search, runner, folder, jobs)

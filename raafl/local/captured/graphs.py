@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raafl.exact_key import exact_key
 from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built, problems_of_optimizer
-from raafl.local.record import attach_log, reduction_of, widened
+from raafl.local.record import START, attach_log, reduction_of, widened
 from raafl.local.train import LocalTrainer, PreparedTask, TaskSteps
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import generators, same_generators
@@ -31,8 +31,6 @@ MOST_GRAPHS = 32
 LEAST_REPLAYS = 3
 """Replays of a capture on average below which capturing anew costs more than it saves."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
-# neutral elements of the reductions; for sums -0.0, since 0.0 + -0.0 would change the sign
-_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 
 
 @dataclass(eq=False, slots=True)
@@ -304,7 +302,7 @@ class StepGraphs(Graphs):
         self.rates.refresh(built.optimizer)
         self._bind(built)
         for name, (how, weight) in step.logged.items():
-            built.recorder.carry(name, how, self._sums[name], _START[how], weight)
+            built.recorder.carry(name, how, self._sums[name], weight)
         steps.sum_in(self._total)
         self._launch(step, built.optimizer)
         steps.count()
@@ -336,7 +334,7 @@ class _Logged:
     ) -> None:
         """Add a logged value to its sum; see `Recorder.log`."""
         how = reduction_of(reduce_fx)
-        if not isinstance(value, Tensor) or how not in _START or name not in self._sums:
+        if not isinstance(value, Tensor) or how not in START or name not in self._sums:
             raise NotCapturable(f"training_step logs '{name}' in a form, or at a time, that a graph would freeze")
         own, value = self._sums[name], widened(value)
         weight = self._weight if batch_size is None else float(batch_size)

@@ -19,7 +19,7 @@ from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.data.loaders import Fetch
 from raafl.local.lightning_hooks import reads_index
-from raafl.local.record import Recorder, attach_log, reduction_of, widened
+from raafl.local.record import START, Recorder, attach_log, reduction_of, widened
 from raafl.local.stacked.mode import Batch, Stacked, batches
 from raafl.local.stacked.stacks import CACHE_LINE_BYTES, Known, Unstackable, product, within
 from raafl.local.train import LocalTrainer
@@ -397,10 +397,6 @@ def _norms(known: Known | None, stack: Tensor) -> Tensor:
     return product(known, "norm", lambda all: norm(all.reshape(len(all), -1), dim=1), norm, stack)
 
 
-# neutral elements of the reductions; for sums -0.0, since 0.0 + -0.0 would change the sign
-_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
-
-
 class Logged:
     """Replacement for `Recorder` that adds up logged values for each client separately.
 
@@ -437,9 +433,9 @@ class Logged:
             raise Unstackable(
                 f"the training step logs '{name}', an object of {type(value).__name__}: log a number to train clients as one batch"
             )
-        if how not in _START:
+        if how not in START:
             raise Unstackable(
-                f"the training step logs '{name}' with reduce_fx '{how}': give {', '.join(_START)} to train clients as one batch"
+                f"the training step logs '{name}' with reduce_fx '{how}': give {', '.join(START)} to train clients as one batch"
             )
         value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
@@ -479,7 +475,7 @@ class Logged:
         own = self._memory.get(name)
         if own is None:
             own = self._memory[name] = torch.empty(self._num, dtype=torch.float64, device=device)
-        self._sums[name], self._counts[name] = own.fill_(_START[how]), [0.0] * self._num
+        self._sums[name], self._counts[name] = own.fill_(START[how]), [0.0] * self._num
 
     def begin(self, said: Iterable[tuple[str, float, str]]) -> bool:
         """Set the sums of values to their start, where they are not begun; return whether all have their memory."""

@@ -119,24 +119,20 @@ def test_costs_of_a_bounded_number_of_kinds_of_clients_are_stored(monkeypatch):
     assert found == [[1, 2, 3]] * 4 and len(fleet.cache["kinds"]) == len(fleet.cache["S"]) == 2
 
 
-def test_the_offline_bound_by_hand():
-    # sizes 3, 2 and capabilities 6, 3, 2, 1: the large one goes to the fast two, the small one to the slow two
-    sizes, capability = [2.0, 3.0], [3.0, 1.0, 6.0, 2.0]
+@pytest.mark.parametrize(
+    ("sizes", "capability", "bound"),
+    [
+        # the large one goes to the fast two, the small one to the slow two: 3/6, 3/3, 2/2, 2/1
+        ([2.0, 3.0], [3.0, 1.0, 6.0, 2.0], 2.0),
+        # floor(3/2) = 1: large to 4.0, small to 2.0, and small to 0.25, which is left over
+        ([1.0, 4.0], [4.0, 2.0, 0.25], 4.0),
+        # fewer clients than fragments: 4 and 3 to the fast one, 2 and 1 to the slow one
+        ([1.0, 2.0, 3.0, 4.0], [2.0, 1.0], 2.0),
+    ],
+)
+def test_the_offline_bound_by_hand(sizes, capability, bound):
     costs = [[size / c for size in sizes] for c in capability]
-    # 3/6, 3/3, 2/2, 2/1
-    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == 2.0
-
-
-def test_the_offline_bound_gives_left_over_clients_the_smallest_fragment():
-    sizes, capability = [1.0, 4.0], [4.0, 2.0, 0.25]  # floor(3/2) = 1: large to 4.0, small to 2.0, left over: 0.25
-    costs = [[size / c for size in sizes] for c in capability]
-    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == 4.0
-
-
-def test_the_offline_bound_with_fewer_clients_than_fragments_deals_fragments_to_clients():
-    sizes, capability = [1.0, 2.0, 3.0, 4.0], [2.0, 1.0]  # 4 and 3 to the fast one, 2 and 1 to the slow one
-    costs = [[size / c for size in sizes] for c in capability]
-    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == 2.0
+    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == bound
 
 
 def test_gre_raa_takes_the_least_merged_fragment_it_can_afford():

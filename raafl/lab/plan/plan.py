@@ -23,7 +23,7 @@ from raafl.module_hooks import configure
 from raafl.parts.select.axis_report import RATES as AXIS_RATES
 from raafl.parts.select.axis_report import facts
 from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs
-from raafl.parts.select.units import axes_of, leading
+from raafl.parts.select.units import leading
 from raafl.runfolder.append_file import finite
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.find.trace import MOST_VALUES
@@ -293,7 +293,7 @@ def gpu_steps(fleet: SelectContext, submodels: Sequence[SubmodelRow], profiles: 
 
 def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelRow]:
     """Compute the costs of the model at each rate (share of its width), and of each submodel that ``select`` can choose."""
-    axes = axes_of(fleet.state.submodels)
+    axes = fleet.state.submodels.axes
     named: dict[Spec, str] = {FULL: "1"}
     for rate in RATES[1:] if axes else ():
         named.setdefault(leading(axes, rate), str(Fraction(rate)))

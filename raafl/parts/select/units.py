@@ -29,17 +29,12 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from raafl.core.select import time_on
 from raafl.core.types import derive_seed
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, fraction, nearest, positive
 from raafl.submodel import Axis, Cost, Spec, SpecError, Stack
-
-if TYPE_CHECKING:
-    from raafl.submodel import Submodels
-
 
 Axes = Mapping[str, Axis | Stack]
 """Axes of width and stacks of blocks, which are axes of depth, by name."""
@@ -60,18 +55,6 @@ def width_of(rate: float) -> float:
     """
     fraction("rate", rate)
     return math.sqrt(rate)
-
-
-def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
-    """Return all axes (dimensions that can be cut) and stacks of blocks of the model, by name.
-
-    Raises:
-        BadInput: a stack has the name of an axis.
-    """
-    for name in submodels.stacks:
-        if name in submodels.axes:
-            raise BadInput(f"'{name}' is an axis and a stack of blocks: give one of them another name")
-    return {**submodels.axes, **submodels.stacks}
 
 
 def size_of(axis: Axis | Stack) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import threading
 from dataclasses import dataclass, replace
 
@@ -13,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo import MLP
-from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
+from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa, hetero_fl
 from raafl.algorithms.q_vit import Quantised
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Local, SelectContext, Training
+from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Warn
 from raafl.devices import Profile, measure
 from raafl.devices.files import load_devices
@@ -28,6 +30,7 @@ from raafl.lab.plan import plan as planning
 from raafl.lab.plan.dry import World, predict
 from raafl.local.train import FabricOptions
 from raafl.runtime.run import simulate
+from raafl.submodel import Submodels
 from raafl.submodel.spec import AxisTable
 from tests.helpers import small_runs
 from tests.helpers.cached_models import reuse_findings
@@ -42,8 +45,6 @@ def world():
 
 
 def fleet_of(*profiles, hidden=4, samples=6):
-    import random
-
     clients = {i: ClientInfo(i, samples, profile) for i, profile in enumerate(profiles, start=1)}
     return SelectContext(line_state(hidden), clients, random.Random(0), Training(), 2), list(clients.values())
 
@@ -290,6 +291,35 @@ def test_fragments_are_the_fewest_with_which_the_slowest_keeps_up():
         speeds = (100.0, 100.0, 100.0, 100.0 / ratio)
         fleet, clients = fleet_of(*(Profile(flops_per_s=s) for s in speeds), hidden=100)
         assert planning.advise(fleet, clients).fragments == fragments, ratio
+
+
+class Stacked(MLP):
+    """Two equal blocks, either of which may be absent, between the first and the last layer."""
+
+    def __init__(self):
+        super().__init__(8, (6,), 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return super().forward(x)
+
+    def submodel_blocks(self):
+        return {"depth": "blocks"}
+
+
+def test_a_rate_of_the_table_is_a_share_of_the_width_as_methods_take_it_and_keeps_all_blocks():
+    module, batch = Stacked(), (torch.zeros(2, 8), torch.zeros(2, dtype=torch.long))
+    submodels = Submodels(module, batch)
+    assert submodels.stacks and len(submodels.axes) == 3
+    clients = {1: ClientInfo(1, 6, Profile())}
+    state = GlobalState(submodels, submodels.state(module))
+    fleet = SelectContext(state, clients, random.Random(0), Training(), 2)
+    half = planning.submodel_rows(fleet)[1]
+    assert half.name == "1/2" and half.spec == hetero_fl(rates=0.5).select(clients[1], fleet).spec
+    # each of the two blocks keeps 2 of 4 units (2 * 8 + 2 + 8 * 2 + 8), the MLP 3 of 6 (3 * 8 + 3 + 3 * 3 + 3)
+    assert half.params == 2 * 42 + 39
 
 
 def test_a_client_that_cannot_hold_the_model_is_a_straggler_and_gets_no_time_for_it():

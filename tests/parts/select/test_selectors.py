@@ -15,7 +15,6 @@ from raafl.parts.select.rate_select import magnitude, unit_scores
 from raafl.parts.select.units import (
     Budget,
     at_random,
-    axes_of,
     count,
     largest_rate,
     leading,
@@ -199,16 +198,6 @@ def test_windows_follow_each_other_to_the_last_block():
     assert window_starts(8, 0.375) == [0, 3, 5]
     assert window_starts(8, 0.75) == [0, 2]
     assert window_starts(8, 1.0) == [0]
-
-
-def test_a_name_for_two_things_is_refused():
-    class Both(Blocks):
-        def submodel_axes(self):
-            return {"depth": [("stack.0.0.weight", 0), ("stack.0.0.bias", 0), ("stack.0.2.weight", 1)]}
-
-    assert set(axes_of(Submodels(Blocks()))) >= {"depth"}
-    with pytest.raises(BadInput, match="'depth' is an axis and a stack of blocks"):
-        axes_of(Submodels(Both()))
 
 
 # ---- the largest within a budget ----

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -256,6 +256,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             # a class in the config imported the other Lightning package, so parse again with a parser for both packages
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
         made_fields = {field.name: made[field.name] for field in fields(Experiment)}
+        _check_made(namespace, made_fields)
         others = [name for name in ("model", "data") if not _is_of_trainer(getattr(namespace, name, None))]
         if len(others) == 1:
             raise beside_trainer(others[0])
@@ -269,6 +270,18 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             made_fields |= said
             text = dump_yaml(tree | {**said, "fabric": asdict(said["fabric"])})
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def _check_made(namespace: Namespace, made: Mapping[str, Any]) -> None:
+    """Raise `BadInput` if a function of the config returned another object than its annotation says, such as None."""
+    from raafl.core.algorithm import Algorithm
+    from raafl.data.partition import Partition
+
+    for name, base in (("algorithm", Algorithm), ("partition", Partition)):
+        if not isinstance(made[name], base):
+            path, returned = getattr(namespace[name], "class_path", None), made[name]
+            what = "None" if returned is None else f"an object of type {type(returned).__name__}"
+            raise BadInput(f"{name} is {path}, which returned {what}: let it return an instance of {base.__name__}")
 
 
 def _is_of_trainer(section: Any) -> bool:

@@ -148,6 +148,9 @@ def problems_of_parts(experiment: Any) -> Iterator[str]:
         options = experiment.rounds, experiment.guard, experiment.privacy, experiment.num_members
         experiment.secured(with_options(experiment.algorithm, *options))
 
+    if wrong := _parts_of_another_kind(experiment.algorithm):
+        yield from wrong
+        return
     if experiment.subfederations.size is not None:
         from raafl.core.subfederation import problems_of
 
@@ -168,6 +171,22 @@ def problems_of_parts(experiment: Any) -> Iterator[str]:
     yield from _gpu_problems(experiment)
     yield from experiment.algorithm.local.problems(experiment.fabric.precision, experiment.fabric.gradient_clip_val)
     yield from _refused((lambda: _loggers(experiment, importing=True), protection, partial(_compression, experiment)))
+
+
+def _parts_of_another_kind(algorithm: Any) -> list[str]:
+    """List the parts of a user's algorithm that are no parts of their kind, such as a `Sample` in place of a `Select`."""
+    from raafl.core.algorithm import Merge, Trigger
+    from raafl.core.local import Local
+    from raafl.core.sample import Sample
+    from raafl.core.select import Select
+
+    kinds = {"sample": Sample, "select": Select, "local": Local, "trigger": Trigger, "merge": Merge}
+    given = {name: getattr(algorithm, name) for name in kinds}
+    return [
+        f"algorithm is {algorithm.name}, whose part `{name}` is {given[name]!r:.100}: give an instance of {kind.__name__}"
+        for name, kind in kinds.items()
+        if not isinstance(given[name], kind)
+    ]
 
 
 def overlap_problem(algorithm: Any) -> str | None:

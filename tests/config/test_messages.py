@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from raafl.algorithm import Algorithm, Full, Sample
+from raafl.algorithms import fed_avg
 from raafl.config.messages import place_of_field, yaml_line
 from raafl.config.parse import parse
+from raafl.data import Partition
 from raafl.errors import BadInput
 from tests.habits.source import ROOT
 
@@ -174,6 +179,39 @@ def made() -> None:
 
 def unsaid():
     return made()
+
+
+def forgot_return() -> Algorithm:
+    fed_avg()
+
+
+def makes_no_partition() -> Partition:
+    return 3
+
+
+def mixed_up() -> Algorithm:
+    return replace(fed_avg(), sample=Full(), select=Sample())
+
+
+@pytest.mark.parametrize(
+    ("field", "function", "says"),
+    [
+        ("algorithm", "forgot_return", "returned None: let it return an instance of Algorithm"),
+        ("partition", "makes_no_partition", "returned an object of type int: let it return an instance of Partition"),
+    ],
+)
+def test_a_function_that_returns_something_else_than_it_says_is_refused(field, function, says):
+    assert refused(f"--{field}", f"{__name__}.{function}") == f"{field} is {__name__}.{function}, which {says}"
+
+
+def test_parts_of_an_algorithm_in_each_others_places_are_refused():
+    parsed = parse("simulate", ["--config", QUICKSTART, "--algorithm", f"{__name__}.mixed_up"])
+    with pytest.raises(BadInput) as error:
+        parsed.experiment.check()
+    assert str(error.value).splitlines() == [
+        "algorithm is fed_avg, whose part `sample` is Full(): give an instance of Sample",
+        "algorithm is fed_avg, whose part `select` is Sample(cohort=None, concurrency=None): give an instance of Select",
+    ]
 
 
 @pytest.mark.parametrize(

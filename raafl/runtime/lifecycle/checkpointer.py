@@ -154,18 +154,18 @@ class Checkpointer(RunHooks):
         """
         self.wait()
         self._saved_s = self._clock()
-        # copy everything here, in the thread that changes it in place; the writing thread gets only the copies
-        values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
-        section = {
-            "runtime": self._runtime,
-            "finished": coordinator.finished,
-            "coordinator": saving.save(coordinator),
-            "record": self._record.save(),
-            "clock": clock,
-            "metrics": {path: dict(states) for path, states in self._form.living().items()},
-        }
         books = None if self._record.folder is None else self._record.folder.sealed()
         try:
+            # copy everything here, in the thread that changes it in place; the writing thread gets only the copies
+            values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
+            section = {
+                "runtime": self._runtime,
+                "finished": coordinator.finished,
+                "coordinator": saving.save(coordinator),
+                "record": self._record.save(),
+                "clock": clock,
+                "metrics": {path: dict(states) for path, states in self._form.living().items()},
+            }
             content = self._form.contents(version, values, section)
         except USER_ERRORS as error:
             self._failed(version, error)

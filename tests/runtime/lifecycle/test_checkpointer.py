@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import json
 import os
 import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from raafl.algorithm import Mean, MergeMemory
 from raafl.errors import BadInput
 from raafl.runfolder import append_file, checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
@@ -94,6 +98,33 @@ def test_each_checkpoint_is_sealed_once_it_is_written_with_the_rows_before_it(tm
         )
         (path, digest), *_ = seal["files"].items()
         assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == digest
+
+
+@dataclass
+class Seen(MergeMemory):
+    key = "seen"
+    clients: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Remembers(Mean):
+    def receive(self, state, update, spec, staleness):
+        state.memory.of(Seen).clients.add(update.client)
+        super().receive(state, update, spec, staleness)
+
+
+def test_a_method_whose_state_cannot_be_saved_loses_its_checkpoints_but_not_the_run(tmp_path, monkeypatch):
+    (tmp_path / "system").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    plain, _ = simulate(experiment(tmp_path / "plain", "fed_async"))
+    planned = experiment(tmp_path / "run", "fed_async", checkpoint_every=4)
+    mean = planned.algorithm.merge
+    merge = Remembers(mean.alpha, mean.staleness, mean.by_samples)
+    summary, folder = simulate(replace(planned, algorithm=replace(planned.algorithm, merge=merge)))
+    assert summary["versions"] == 12 and summary["model_digest"] == plain["model_digest"]
+    assert not list(folder.glob("checkpoints/*")) and Path(summary["model_copy"]).is_file()
+    assert "cannot be written: TypeError: a set cannot be saved in a checkpoint: use dicts" in summary["warnings"][0]
+    assert [row["version"] for row in csv.DictReader((folder / "metrics.csv").open())][-1] == "12"
 
 
 def test_the_rows_that_a_checkpoint_knows_of_are_on_the_disk_before_it(tmp_path, monkeypatch):

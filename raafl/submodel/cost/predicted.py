@@ -588,6 +588,8 @@ def _fused_without_values() -> Iterator[None]:
 
 def _optimizers(answer: object) -> list[Optimizer]:
     """Return the optimizers that `configure_optimizers` has returned; raise `TypeError` if there are none."""
+    if isinstance(answer, list | tuple) and len(answer) == 1:
+        answer = answer[0]
     if isinstance(answer, Mapping):
         answer = answer.get("optimizer")
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):

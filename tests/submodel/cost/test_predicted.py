@@ -93,6 +93,16 @@ def test_peak_memory_by_hand(name, batch_size):
     assert Submodels(Sum(optimizer), torch.zeros(2, 8)).cost(FULL, batch_size).peak_bytes == held + step
 
 
+@pytest.mark.parametrize(
+    "answer", [lambda one: [one], lambda one: [{"optimizer": one}], lambda one: ({"optimizer": one},)]
+)
+def test_an_optimizer_in_a_list_of_one_is_followed_like_the_optimizer(answer):
+    batch = torch.zeros(2, 8)
+    alone = Submodels(Sum(torch.optim.AdamW), batch).cost(FULL, 8)
+    listed = Submodels(Sum(lambda parameters: answer(torch.optim.AdamW(parameters))), batch).cost(FULL, 8)
+    assert not listed.guessed and listed == alone
+
+
 def test_the_optimisers_state_is_guessed_only_where_its_step_cannot_run():
     def impossible(parameters):
         raise RuntimeError("there is no trainer")

@@ -70,7 +70,8 @@ def extension(name: str, end: End) -> Any:
 def extensions_of(coordinator: Coordinator, end: End) -> list[Any]:
     """Import the classes of the extensions of a run at one end."""
     names = named_by(coordinator.algorithm)
-    if coordinator.overlap or coordinator.works_ahead:
+    # who begins a task before it is assigned has one task at a time: a session sends the next one after the merge, as ever
+    if coordinator.overlap or (coordinator.works_ahead and end == "clock"):
         names.append("overlap")
     return [made for name in names if (made := extension(name, end)) is not None]
 

@@ -10,6 +10,7 @@ from raafl.core.options import Compress
 from raafl.parts.select.rate_select import RateSelect
 from raafl.runtime.overlap import EarlyTask
 from tests.conformance.clocks import on_both_clocks
+from tests.helpers.real_ranks import ranks
 from tests.helpers.small_runs import equal_replay, experiment, unequal
 
 pytestmark = pytest.mark.timeout(90)
@@ -71,3 +72,20 @@ def test_real_clients_that_begin_tasks_before_they_arrive_leave_the_simulated_mo
     words = begun.read_text().split()
     assert words.count(str(trigger == "all")) >= 16 - 4 and words.count(str(trigger != "all")) <= 4
     assert equal_replay(made, real)
+
+
+@pytest.mark.parametrize("trigger", ["all", "each"])
+def test_a_real_client_that_begins_a_task_before_it_arrives_has_one_task_at_a_time(tmp_path, trigger):
+    """In no order but their own: a client's next task has what the merge of its last update made."""
+    algorithm = streaming_diloco(2, sync_delay=2, trigger=trigger)
+    made = experiment(tmp_path / "real", algorithm, overlap=True, emulate=False, max_updates=16)
+    with ranks(made) as fleet:
+        real = fleet.serve()
+        assert set(fleet.exit_codes().values()) == {0}
+    at_work = set()
+    for row in real.events():
+        if row["event"] == "assigned":
+            assert row["client"] not in at_work
+            at_work.add(row["client"])
+        at_work.discard(row["client"] if row["event"] == "arrived" else None)
+    assert not real.events("sending") and equal_replay(made, real)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 8
+CURRENT: Final = 9
 """Revision of a new run."""
 
 
@@ -103,6 +103,8 @@ class Rules:
     """Whether trained values count from what the server had, not from what top_k had sent of it so far."""
     predicts_overlapped = _Since(8)
     """Whether DiLoCo's steps by speed are by predicted times with overlap, whose measured ones contain waits for the uplink."""
+    waits_for_groups = _Since(9)
+    """Whether in rounds, too, masked updates of fewer clients than a sum needs wait for more clients, and are not refused."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

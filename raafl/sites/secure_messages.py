@@ -383,11 +383,10 @@ class SecureGroups:
     def is_complete(self, ready: Collection[int]) -> bool:
         """Check whether a group is complete, so that its updates are summed now instead of waiting for more clients."""
         trigger, num_out = self.coordinator.algorithm.trigger, self.coordinator.roster.num_out
-        if not ready:
-            return False
-        if isinstance(trigger, Buffered):
-            return len(ready) >= trigger.size or (num_out == len(ready) and len(ready) >= self.least)
-        return num_out == len(ready)
+        if isinstance(trigger, Buffered) and len(ready) >= trigger.size:
+            return True
+        waits = isinstance(trigger, Buffered) or self.coordinator.fleet.rules.waits_for_groups
+        return num_out == len(ready) >= (self.least if waits else 1)
 
     def num_together(self, specs: Sequence[Spec]) -> int:
         """Return the number of clients of a group, from the first, that are summed at once: all, or a half and so on.

@@ -18,7 +18,7 @@ from raafl.runtime.server.host import _at_start
 from raafl.sites.policy import SitePolicy, SitePrivacy
 from raafl.sites.secure_messages import UNCERTIFIED
 from raafl.sites.secure_server import SecureAggregator
-from tests.distributed.test_come_and_go import SEEN, WAITS, On, after, parsed, settled
+from tests.distributed.test_come_and_go import SEEN, WAITS, On, after, lost, parsed, settled
 from tests.helpers.certificates import federation
 from tests.helpers.joining_clients import SERVER, remote
 from tests.helpers.small_runs import experiment, finish
@@ -103,16 +103,36 @@ def test_a_group_of_too_few_sites_is_not_opened(tmp_path):
     assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN
 
 
-def test_a_run_with_too_few_clients_for_a_sum_ends_once_it_has_waited_for_others(tmp_path):
-    options = [*(option for option in OPTIONS if "fed_avg" not in option), "--algorithm=fed_buff"]
+IN_A_BUFFER = ("--algorithm=fed_buff", "--algorithm.buffer_size=3")
+
+
+@pytest.mark.parametrize("method", [("--algorithm=fed_avg",), IN_A_BUFFER], ids=["fed_avg", "fed_buff"])
+def test_a_run_with_too_few_clients_for_a_sum_ends_once_it_has_waited_for_others(tmp_path, method):
+    options = [*(option for option in OPTIONS if "fed_avg" not in option), *method]
     waits = replace(WAITS, alone_s=1.5)
-    made, config = parsed(tmp_path, *options, "--algorithm.buffer_size=3", waits=waits, second_s=0.02)
+    made, config = parsed(tmp_path, *options, waits=waits, second_s=0.02)
     clients = [(1, at("north")), (2, at("south")), (3, at("east"))]
     with remote(made, config, tmp_path, clients) as fleet:
         on = On((after(3, lambda event: isinstance(event, Joined)), lambda: fleet.joiners[2].send(signal.SIGKILL)))
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [1, 1, -signal.SIGKILL]
     assert run.summary["finished"] == "failed: 2 of 3 clients for 1.5 s (waits.alone_s)"
+    assert run.summary["updates_refused"] == {}  # the others are not to blame
+
+
+def test_two_clients_of_a_round_wait_for_a_third_that_was_killed_and_joins_again(tmp_path):
+    made, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
+    clients = [(1, at("north")), (2, at("south")), (3, at("east")), (3, at("east"))]
+    with remote(made, config, tmp_path, clients, held_back=[3]) as fleet:
+        third, again = fleet.joiners[2:]
+        joins = after(3, lambda event: isinstance(event, Joined))
+        ends_by_itself = (lambda event: False, None)
+        on = On((joins, lambda: third.send(signal.SIGKILL)), (lost(3), again.begin), ends_by_itself)
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, -signal.SIGKILL, 0]
+    assert run.summary["updates_refused"] == {} and run.summary["updates_merged"] == 6
+    settled(run)
+    assert replay(run.folder)["equal"] is True
 
 
 @pytest.mark.parametrize(("min_cover", "least"), [(2, 3), (4, 4)])

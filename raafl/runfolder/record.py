@@ -295,7 +295,8 @@ class RunRecord:
 
     def lose(self, num: int) -> None:
         """Count tasks that were marked lost when the run was resumed."""
-        self.outcomes[LOST_AT_RESTART] += num
+        if num:  # a summary names no reason for which nothing was lost
+            self.outcomes[LOST_AT_RESTART] += num
         self.num_rows += num
 
     # ---- called at the end ----

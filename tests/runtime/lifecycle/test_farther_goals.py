@@ -144,6 +144,7 @@ def test_real_clients_go_on_from_the_end(tmp_path):
         with ranks(replace(made, output=None, resume=str(first.folder), max_updates=most)) as fleet:
             resumed = fleet.serve()
         assert resumed.summary["finished"] == "max_updates" and resumed.summary["updates_merged"] == most
+        assert 0 not in resumed.summary["updates_lost_by_reason"].values()
         assert len([row for row in resumed.rows() if row["outcome"] == "merged"]) == most
         assert not check_books(resumed.folder).findings and equal_replay(made, resumed)
     assert resumed.rows()[:8] == first.rows()[:8]

@@ -279,9 +279,10 @@ class ReceiptsClient(ClientExtension):
         client, assignment, update = self.client, work.assignment, work.update
         leaves, trained = update.tensors.fingerprint(), work.notes["trained"]
         whole = client.trains_whole(assignment)
-        as_it_is = client.plan is None or (client.plan.up is None and not client.plan.payload.is_resident)
-        # None if the server receives other values than these, such as compressed ones: the fingerprints could not be
-        # compared
+        plan = client.plan
+        as_it_is = plan is None or not (plan.up is not None or plan.payload.is_resident or plan.adds_lag)
+        # None if the server receives other values than these, such as compressed ones, or adds what `compress.down` has not
+        # sent: the fingerprints could not be compared
         sent = leaves if whole and as_it_is and client.may("send as trained") else None
         head, num_samples = work.arrival.head, update.num_samples
         work.notes["receipt"] = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=num_samples)

@@ -24,19 +24,9 @@ pytestmark = pytest.mark.timeout(120)
 WRONG = 2  # the task of client 2 whose result is not what training gives
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A finished run of two clients that keep all inputs: its folder, and each client's folder of receipts."""
-    folder = tmp_path_factory.mktemp("sites")
-    run, patch = LocalTrainer.run, pytest.MonkeyPatch()
-
-    def wrong(self, assignment, *args):
-        update = run(self, assignment, *args)
-        if (assignment.client, assignment.task) == (2, WRONG):
-            next(iter(update.tensors.buffers.values()))[0] += 1e-6
-        return update
-
-    options = (
+def two_sites(folder, changed, *options):
+    """Run two clients that keep all inputs; return the run's folder, and each client's folder of receipts."""
+    usual = (
         "--config=configs/quickstart.yaml",
         "--progress=quiet",
         "--clients=2",
@@ -47,15 +37,29 @@ def recorded(tmp_path_factory):
         "--checkpoint_every=4",
         f"--output={folder / 'run'}",
     )
-    with patch.context() as changed:
-        changed.setenv("XDG_STATE_HOME", str(folder / "state"))
-        changed.setattr(LocalTrainer, "run", wrong)
-        found = parse("serve", list(options))
-        with remote(found.experiment, found.config_yaml, folder, [(i, {"keep_inputs": 1.0}) for i in (1, 2)]) as fleet:
-            fleet.serve()
-            assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
-            assert all("keeps receipts in" in joiner.words() for joiner in fleet.joiners)
+    changed.setenv("XDG_STATE_HOME", str(folder / "state"))
+    found = parse("serve", [*usual, *options])
+    with remote(found.experiment, found.config_yaml, folder, [(i, {"keep_inputs": 1.0}) for i in (1, 2)]) as fleet:
+        fleet.serve()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+        assert all("keeps receipts in" in joiner.words() for joiner in fleet.joiners)
     return folder / "run", {i: next((folder / "state" / "raafl" / "receipts").glob(f"client-{i}-*")) for i in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A finished run of two sites, of which the second has computed a task wrongly."""
+    run = LocalTrainer.run
+
+    def wrong(self, assignment, *args):
+        update = run(self, assignment, *args)
+        if (assignment.client, assignment.task) == (2, WRONG):
+            next(iter(update.tensors.buffers.values()))[0] += 1e-6
+        return update
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(LocalTrainer, "run", wrong)
+        return two_sites(tmp_path_factory.mktemp("sites"), changed)
 
 
 @pytest.fixture
@@ -90,6 +94,13 @@ def test_receipts_fit_the_journal_and_one_head_came_with_each(recorded, run):
         findings, notes = compare(site, run, books)
         assert findings == [] and len(notes) <= 1  # the last update may be under way when the run ends
         assert len({receipt.head["head"] for receipt in site.receipts}) == len(site.receipts)
+
+
+def test_an_update_to_which_the_server_adds_what_it_has_not_sent_is_no_other_update(tmp_path, monkeypatch):
+    """With ``compress.down`` top_k a client trains from less than the server has, and the journal's digest has all."""
+    folder, sites = two_sites(tmp_path, monkeypatch, "--algorithm=fed_avg", "--compress.down=top_k")
+    for receipts in sites.values():
+        assert compare(SiteReceipts.read(receipts), folder, check_books(folder, heads=True))[0] == []
 
 
 def test_an_operator_who_rewrites_and_signs_the_books_anew_is_found_by_each_site(recorded, run):

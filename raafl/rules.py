@@ -103,6 +103,8 @@ class Rules:
     """Whether trained values count from what the server had, not from what top_k had sent of it so far."""
     predicts_overlapped = _Since(8)
     """Whether DiLoCo's steps by speed are by predicted times with overlap, whose measured ones contain waits for the uplink."""
+    counts_returned = _Since(9)
+    """Whether a server that was restarted starts with as many clients as have come back, not with those from before."""
     waits_for_groups = _Since(9)
     """Whether in rounds, too, masked updates of fewer clients than a sum needs wait for more clients, and are not refused."""
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
@@ -188,6 +190,19 @@ def test_a_server_that_was_started_anew_waits_for_as_many_as_at_the_start_and_ho
     assert assigned(join(coordinator, [1], now=5.0)) == {}
     tasks = assigned(join(coordinator, [2], now=6.0))
     assert sorted(tasks) == [1, 2] and refuse_all(coordinator, tasks[1], 6.0)[1] == 3
+
+
+def test_a_server_that_was_started_anew_gives_no_task_to_clients_from_before():
+    """Needed is one client, and two are not yet lost when the first one is; what waits for a merge waits for them, too."""
+    coordinator = coordinator_for(fed_avg(), min_clients=3)
+    tasks = assigned(join(coordinator, [1, 2, 3]))
+    answer(coordinator, tasks[1], 1.0)
+    coordinator.restart()
+    coordinator.change(limits=replace(coordinator.limits, min_clients=1))
+    for client in (1, 2, 3):
+        assert assigned(coordinator.handle(Lost(client, "restart"), 5.0)) == {}
+    assert coordinator.state.version == 0
+    assert list(assigned(join(coordinator, [2], now=6.0))) == [2] and coordinator.state.version == 1
 
 
 def test_an_end_that_can_be_resumed_folds_in_nothing():

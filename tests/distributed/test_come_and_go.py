@@ -243,6 +243,25 @@ def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tm
     assert replay(run.folder)["equal"] is True
 
 
+def test_a_resumed_server_that_needs_one_client_starts_with_one_that_has_come_back(tmp_path):
+    """It is stopped when one of two clients has reported: what waits is merged, and measured, once one is there again."""
+    options = ("--clients=2", "--algorithm=fed_avg", "--eval_every=1", "--max_updates=3")
+    experiment, config = parsed(tmp_path, *options, second_s=1.0)
+    soon = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])  # once the update is taken in
+    with remote(experiment, config, tmp_path, [1, 2]) as fleet:
+        run = fleet.serve(On((arrived(1), soon.start)).inbox)
+    assert run.summary["finished"] == "interrupted" and run.summary["updates_unused"] == 2
+    resumed = replace(experiment, output=None, resume=str(run.folder))
+    with remote(experiment, config, tmp_path, [1, 2]) as fleet:
+        run = fleet.serve(experiment=resumed, min_clients=1)
+    kinds = [row["event"] for row in run.events()]
+    assert kinds[kinds.index("resumed") + 1 :][:4] == ["lost", "lost", "joined", "assigned"]
+    assert [int(row["version"]) for row in run.rows("metrics.csv")] == list(range(run.summary["versions"] + 1))
+    assert run.summary["updates_merged"] >= 3
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
 @pytest.mark.long("tests/sites/test_receipts.py::test_each_run_of_a_server_that_begins_anew_has_a_folder")
 @pytest.mark.parametrize("resumes", [True, False])
 def test_receipts_contradict_no_server_that_was_killed(tmp_path, monkeypatch, free_port, resumes):

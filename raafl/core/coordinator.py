@@ -98,7 +98,6 @@ class Coordinator:
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.is_merging = False
         self.finished: str | None = None
-        self.gone: set[int] = set()  # clients from before a restart of the server that were not yet lost
         self.above: TasksAbove | None = None
         if limits.subfederation is not None:
             from raafl.core.subfederation import TasksAbove
@@ -124,7 +123,7 @@ class Coordinator:
         self._actions: list[Action] = []  # actions that result from the event being handled
         self.admission = Admission(algorithm, self.fleet, self.roster, limits, self.payload, self._actions, self.above)
         self._handlers: dict[type, Callable[..., None]] = {
-            Joined: self._joined,
+            Joined: self.admission.joined,
             Arrived: self._arrived,
             Sending: self._sending,
             Lost: self._lost,
@@ -160,16 +159,11 @@ class Coordinator:
         roster = self.roster
         # an end settles all tasks, but leaves their clients busy
         roster.busy = {client: number for client, number in roster.busy.items() if number in roster.active}
-        self.gone = set(roster.clients) if self.fleet.rules.counts_returned else set()
         self.admission.restart()
         if self.above is not None:
             self.above.waits = True
 
     # ---- events ----
-
-    def _joined(self, event: Joined, now: float) -> None:
-        self.gone.discard(event.client.id)
-        self.admission.joined(event, now)
 
     def _arrived(self, event: Arrived, now: float) -> None:
         update = event.update
@@ -219,7 +213,6 @@ class Coordinator:
 
     def _lost(self, event: Lost, now: float) -> None:
         was_there = self.admission.lost(event, now)
-        self.gone.discard(event.client)
         if was_there and not self.started and self.limits.count_lost and event.reason != RESTART:
             self.admission.absent.add(event.client)
 
@@ -235,7 +228,7 @@ class Coordinator:
         """Start the run, merge and assign work if due; return whether to repeat this, since all clients asked were dismissed."""
         if not self.started:
             there = len(self.roster.clients)
-            if self.gone or not there or there + len(self.admission.absent) < self.limits.min_clients:
+            if self.admission.gone or not there or there + len(self.admission.absent) < self.limits.min_clients:
                 return False
             self.started, self.opened_s = True, now
             if self.limits.max_time_s is not None:

@@ -115,11 +115,7 @@ def submodels_of(
     `example_batch`: batch of the model's data; None = no batch is available.
     """
     return Submodels(
-        module,
-        example_batch,
-        residual_width=options.residual_width,
-        batch_norm=options.batch_norm,
-        rules=rules,
+        module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm, rules=rules
     )
 
 
@@ -175,12 +171,7 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
     _start_buffers(experiment, module, data, make_model)
     own = None if experiment.algorithm.local.traits.proven_as_trained else plain
     return proven_submodels(
-        experiment.submodels,
-        module,
-        data.example_batch(2),
-        experiment.algorithm.select,
-        own,
-        Rules(experiment.rules),
+        experiment.submodels, module, data.example_batch(2), experiment.algorithm.select, own, Rules(experiment.rules)
     )
 
 
@@ -393,13 +384,7 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
         options = replace(options, capture="off")
     try:
         trainer = LocalTrainer(
-            submodels,
-            algorithm.local,
-            sends_of(experiment),
-            experiment.train,
-            options,
-            max_built=max_built,
-            pools=True,
+            submodels, algorithm.local, sends_of(experiment), experiment.train, options, max_built=max_built, pools=True
         )
     except (ValueError, RuntimeError, ImportError) as error:  # raised by Fabric for what this machine does not support
         raise BadInput(

@@ -366,11 +366,7 @@ class Submodels:
     def _form(self, base: str) -> Submodels:
         module = self.bases.module(base)
         form = type(self)(
-            module,
-            self.example_batch,
-            residual_width=self.residual_width,
-            batch_norm=self.batch_norm,
-            rules=self.rules,
+            module, self.example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm, rules=self.rules
         )
         form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)

@@ -45,7 +45,7 @@ def test_settings_are_the_method_s_and_those_of_its_search():
     }
     searched = {"settings": ["--model.lr", "0.1", "--algorithm.server_lr", "0.5"]}
     grid = {"cells": [{"task": "mnist", "fleet": "a", "rows": [{"row": "Mine", "searched": searched}]}]}
-    fleet = FleetSummary(NEAR, 12, 2.0, 10)
+    fleet = FleetSummary(NEAR, 12, 2.0, 2.0, 10)
     assert choices.candidate("Mine", method, grid, "mnist", fleet) == Candidate(
         "Mine",
         "fed_buff",

@@ -590,8 +590,7 @@ def _optimizers(answer: object) -> list[Optimizer]:
     """Return the optimizers that `configure_optimizers` has returned; raise `TypeError` if there are none."""
     if isinstance(answer, list | tuple) and len(answer) == 1:
         answer = answer[0]
-    if isinstance(answer, Mapping):
-        answer = answer.get("optimizer")
+    answer = answer.get("optimizer") if isinstance(answer, Mapping) else answer
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):
         answer = answer[0]
     found = [answer] if isinstance(answer, Optimizer) else answer

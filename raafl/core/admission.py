@@ -46,7 +46,6 @@ class Admission:
     `refused`: number of refused updates, by reason.
     `clipped`: number of updates that reported more samples than allowed, by client.
     `absent`: clients lost before the start, for which the run does not wait any more.
-    `gone`: clients from before a restart of the server that are not yet lost; the run does not start with them.
     """
 
     def __init__(
@@ -64,13 +63,12 @@ class Admission:
         self.backoff = RefusalBackoff(limits.max_refused)
         self.refused: Counter[str] = Counter()
         self.clipped: Counter[int] = Counter()
-        self.absent, self.gone = set[int](), set[int]()
+        self.absent: set[int] = set()
 
     def restart(self) -> None:
         """Forget refusals, suspensions and absent clients, since the server was restarted."""
         self.backoff.forgive()
         self.absent.clear()
-        self.gone = set(self.roster.clients) if self.fleet.rules.counts_returned else set()
 
     def settle(
         self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
@@ -84,7 +82,6 @@ class Admission:
             self.count_unanswered(event.client.id, now)
             self.drop(event.client.id, "replaced")
         self.absent.discard(event.client.id)
-        self.gone.discard(event.client.id)
         if self.backoff.keeps_out(event.client.id, now):
             self.roster.suspend(event.client)
         else:
@@ -206,7 +203,6 @@ class Admission:
     def lost(self, event: Lost, now: float) -> bool:
         """Remove a lost client; return False if the event is about an earlier connection of it."""
         client = self.roster.find(event.client)
-        self.gone.discard(event.client)
         if client is not None and event.incarnation not in (None, client.incarnation):
             return False
         if client is not None:

@@ -159,6 +159,7 @@ class Coordinator:
         roster = self.roster
         # an end settles all tasks, but leaves their clients busy
         roster.busy = {client: number for client, number in roster.busy.items() if number in roster.active}
+        roster.gone = set(roster.clients) if self.fleet.rules.counts_returned else set()
         self.admission.restart()
         if self.above is not None:
             self.above.waits = True
@@ -228,7 +229,7 @@ class Coordinator:
         """Start the run, merge and assign work if due; return whether to repeat this, since all clients asked were dismissed."""
         if not self.started:
             there = len(self.roster.clients)
-            if self.admission.gone or not there or there + len(self.admission.absent) < self.limits.min_clients:
+            if self.roster.gone or not there or there + len(self.admission.absent) < self.limits.min_clients:
                 return False
             self.started, self.opened_s = True, now
             if self.limits.max_time_s is not None:

@@ -99,6 +99,7 @@ class Roster:
     its way.
 
     `clients`: every client that joined and is neither lost nor suspended, by id.
+    `gone`: ids of clients from before a restart of the server, until each is lost or has joined again.
     `suspended`: suspended clients that are still connected, by id.
     `said_bytes`: memory in bytes that clients declared, by id, for those that turned out to have less.
     `active`: assignments whose updates may still arrive, by assignment id.
@@ -116,6 +117,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.clients: dict[int, ClientInfo] = {}
+        self.gone: set[int] = set()
         self.suspended: dict[int, ClientInfo] = {}
         self.said_bytes: dict[int, float] = {}
         self.active: dict[int, Assignment] = {}
@@ -193,6 +195,7 @@ class Roster:
     def drop(self, client: int) -> list[Assignment]:
         """Remove ``client``; return its unfinished assignments, oldest first, which are no longer active."""
         del self.clients[client]
+        self.gone.discard(client)
         self.away.discard(client)
         self.said_bytes.pop(client, None)
         self._middle = None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from raafl.data import readers
 from raafl.data.loaders import GatherDataset
 from raafl.data.readers import load_splits, rows_of
-from raafl.errors import BadInput, at_least, installing
+from raafl.errors import BadInput, at_least, installing, one_line
 from raafl.lean_import import import_lightning
 
 import_lightning()
@@ -199,7 +199,7 @@ class _FromFolder(TrainTestData):
         except ImportError as error:
             raise self._missing(f"a download needs torchvision: {installing('vision')}") from error
         except (OSError, RuntimeError) as error:
-            raise self._missing(f"the download failed: {error}") from error
+            raise self._missing(f"the download failed: {one_line(str(error))}") from error
 
     def _missing(self, reason: str = "") -> BadInput:
         places = " or ".join(str(place) for place in self.files.places(self.root))

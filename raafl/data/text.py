@@ -23,7 +23,7 @@ from raafl.data import readers
 from raafl.data.readers import load_splits, rows_of
 from raafl.data.sources import DOWNLOAD_TIMEOUT_S, TrainTestData, held_out
 from raafl.data.tokens import TensorTokens, Tokenizer, load_tokenizer, package_folder, windows_of
-from raafl.errors import BadInput, at_least, installing
+from raafl.errors import BadInput, at_least, installing, one_line
 
 Part = Literal["train", "test"]
 Labels = npt.NDArray[np.int64]
@@ -426,7 +426,7 @@ class Shakespeare(TrainTestData):
                 if not self.file.is_file():
                     self._fetch()
         except OSError as error:
-            raise self._missing(f"the download failed: {error}") from error
+            raise self._missing(f"the download failed: {one_line(str(error))}") from error
 
     def _fetch(self) -> None:
         with (

@@ -102,11 +102,16 @@ def test_a_failed_download_is_told_as_missing_data(tmp_path, monkeypatch):
     torchvision = pytest.importorskip("torchvision")
 
     def offline(root, train, download):
-        raise OSError("no route to host")
+        raise OSError(
+            "Error downloading train.gz:\nTried a.example, got:\nno route to host\n"
+        )  # as torchvision says it
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", offline)
-    with pytest.raises(BadInput, match=r"MNIST is not in .*the download failed: no route to host"):
+    with pytest.raises(
+        BadInput, match=r"MNIST is not in .*the download failed: .* got: no route to host\): set root"
+    ) as error:
         MNIST(tmp_path).prepare_data()
+    assert "\n" not in str(error.value)
 
 
 def test_a_download_goes_where_it_is_then_looked_for(tmp_path, monkeypatch):

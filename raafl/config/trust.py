@@ -24,7 +24,7 @@ from raafl.config.experiment import ABOUT, marked
 from raafl.config.own_runs import is_own
 from raafl.config.problems import ACCELERATORS
 from raafl.core.options import CAPTURES
-from raafl.errors import BadInput, RunFailed, briefly
+from raafl.errors import BadInput, RunFailed, briefly, nearest
 from raafl.plain_yaml import LARGEST, dump_yaml, inside, load_untrusted_yaml
 from raafl.rules import recorded_revision
 from raafl.sanitize import sanitize_text
@@ -110,6 +110,10 @@ class UntrustedValue(ValueError):
     """Raised for a value in an untrusted config that is neither a registered name nor plain data of the field's type."""
 
 
+class UnknownName(UntrustedValue):
+    """Raised for a field or argument that raafl does not have, which no trust in the config's author makes valid."""
+
+
 def from_server(text: str) -> str:
     """Check a config received from a server; return the sections that a client needs, as YAML.
 
@@ -176,6 +180,8 @@ def of_text(text: str, what: str, *, trusted: bool) -> str:
                 )
         if not trusted:
             _check_names(tree, may_write=False)
+    except UnknownName as problem:
+        raise BadInput(f"the config of {what} is refused: {problem}") from None
     except UntrustedValue as problem:
         raise BadInput(
             f"the config of {what} is refused: {problem}: its author could choose which code runs at the server, or which "
@@ -245,7 +251,8 @@ class _Check(Check):
         if name == "json":  # a command-line option, which configs contain, too
             return self.value(value, bool, name, name)
         if name not in self.hints:
-            raise UntrustedValue(f"the field {name!r:.60} does not exist in raafl")
+            shown = sanitize_text(name, 60)
+            raise UnknownName(f"the field '{shown}' does not exist in raafl{_meant(shown, self.hints)}")
         if name in MADE:
             return self.check_object(name, value, name)
         if name == "logger":
@@ -273,7 +280,8 @@ class _Check(Check):
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise `UntrustedValue` for an argument that the class or function does not have."""
-        _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
+        shown = sanitize_text(name, 60)
+        raise UnknownName(f"{where}.{shown} is {_shown(value)}, which {owner} does not take{_meant(shown, takes)}")
 
     def key(self, key: object) -> bool:
         """Check whether a mapping may have ``key``; "class_path" is refused, since parsers create an object for it."""
@@ -371,8 +379,18 @@ def _is(pattern: re.Pattern[str], text: str) -> bool:
 
 
 def _refuse(where: str, value: object, why: str) -> NoReturn:
+    raise UntrustedValue(f"{where} is {_shown(value)}, {why}")
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message with the known name that is close to ``name``; empty if there is none."""
+    hint = nearest(name, known)
+    return f": {hint}" if hint.startswith("did you mean") else ""
+
+
+def _shown(value: object) -> str:
     shown = ascii(value)
-    raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 # List the names that an untrusted config may use, one for each class or function of raafl. All names that start with

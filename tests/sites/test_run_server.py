@@ -132,6 +132,22 @@ def test_a_submitted_config_may_not_say_where_it_writes():
     of_text(CONFIG + "privacy: {clip_norm: 1.0, seed_file: null}\n", "run 'a'", trusted=False)
 
 
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("clientss: 3", "the field 'clientss' does not exist in raafl: did you mean 'clients'?"),
+        (
+            "partition: {class_path: raafl.data.Dirichlet, init_args: {alfa: 1}}",
+            "partition.alfa is 1, which Dirichlet does not take: did you mean 'alpha'?",
+        ),
+    ],
+)
+def test_a_misspelt_name_is_no_matter_of_trust(field, says):
+    with pytest.raises(BadInput) as error:
+        of_text(f"{CONFIG}{field}\n", "run 'a'", trusted=False)
+    assert str(error.value) == f"the config of run 'a' is refused: {says}"
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_server_that_trusts_configs_still_decides_where_results_go(tmp_path, monkeypatch, trusted):
     """With --trust_config a submitted config may name any class, but not the hub's account of the server's owner."""

@@ -311,7 +311,8 @@ class Answerer:
         host, port = parse_address(address)
         self._deadline_s = deadline_s
         try:
-            self._listener = socket.create_server((host, port))
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise BadInput(
                 f"address is '{address}', on which this machine cannot listen ({error.strerror or error}): give another "

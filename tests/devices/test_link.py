@@ -29,6 +29,23 @@ def test_a_link_is_measured_both_ways_and_the_next_peer_is_answered_too(answerer
         assert 0 < link.latency_s < 5
 
 
+def has_ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="the loopback interface has no IPv6 address")
+def test_a_link_is_measured_at_an_ipv6_address():
+    """It was said that this machine cannot listen there."""
+    found = Answerer("[::1]:0", deadline_s=20.0)
+    thread = threading.Thread(target=found.serve, args=(1,), daemon=True)
+    thread.start()
+    assert measure_link(f"[::1]:{found.port}", duration_s=0.01).latency_s > 0
+    thread.join(20)
+    found.close()
+
+
 @pytest.mark.parametrize(
     "said",
     [

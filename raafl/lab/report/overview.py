@@ -43,19 +43,17 @@ def run_totals(run: RecordedRun) -> dict[str, Cell]:
         found[kind] = int(tasks.are(kind).sum())
     down_and_up = [_last(run, "bytes_down"), _last(run, "bytes_up")]
     seconds = number(summary.get("time_s"))
-    staleness = summary.get("staleness") if isinstance(summary.get("staleness"), Mapping) else {}
-    coverage = summary.get("coverage") if isinstance(summary.get("coverage"), Mapping) else {}
-    memory = summary.get("peak_memory") if isinstance(summary.get("peak_memory"), Mapping) else {}
+    staleness, coverage, memory = (_entry(run, name) for name in ("staleness", "coverage", "peak_memory"))
     some: dict[str, float] = {
         "seconds": run.end_s if math.isnan(seconds) else seconds,
         "wall seconds": _either(summary.get("wall_s"), _last(run, "wall_s")),
         "MB down": _either(summary.get("bytes_down"), down_and_up[0]) / 1e6,
         "MB up": _either(summary.get("bytes_up"), down_and_up[1]) / 1e6,
         "utilisation": _either(summary.get("utilisation"), _last(run, "utilisation")),
-        "mean staleness": _either((staleness or {}).get("mean"), float(stale.mean()) if len(stale) else math.nan),
-        "most staleness": _either((staleness or {}).get("max"), float(stale.max()) if len(stale) else math.nan),
-        "coverage": _either((coverage or {}).get("mean"), _last(run, "coverage")),
-        "peak MB": _either((memory or {}).get("predicted_bytes"), _last(run, "peak_bytes")) / 1e6,
+        "mean staleness": _either(staleness.get("mean"), float(stale.mean()) if len(stale) else math.nan),
+        "most staleness": _either(staleness.get("max"), float(stale.max()) if len(stale) else math.nan),
+        "coverage": _either(coverage.get("mean"), _last(run, "coverage")),
+        "peak MB": _either(memory.get("predicted_bytes"), _last(run, "peak_bytes")) / 1e6,
     }
     return found | dict(zip(some, rounded(list(some.values())), strict=True))
 
@@ -68,8 +66,7 @@ def end_reason(run: RecordedRun) -> str:
 
 def final_metrics(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
     """Return a run's final value of each metric, or that of its last evaluation if the run has not ended; NaN if unknown."""
-    known = (run.summary or {}).get("final")
-    known = known if isinstance(known, Mapping) else {}
+    known = _entry(run, "final")
     return [number(known[name]) if name in known else _evaluated_last(run, name) for name in metrics]
 
 
@@ -106,14 +103,14 @@ def groups_table(groups: Sequence[Group]) -> Table | None:
     if all(len(group.runs) == 1 for group in groups):
         return None
     metrics = model_metrics(groups)
-    targets = list(dict.fromkeys(t for group in groups for run in group.runs for t in _time_to(run)))
+    targets = list(dict.fromkeys(t for group in groups for run in group.runs for t in _entry(run, "time_to")))
     names = [*metrics, *(f"seconds to {target}" for target in targets), "seconds", "mean staleness", "utilisation"]
     rows: list[list[Cell]] = []
     for group in groups:
         results = []
         for run in group.runs:
             own = run_totals(run)
-            to_target = [number(_time_to(run).get(target)) for target in targets]
+            to_target = [number(_entry(run, "time_to").get(target)) for target in targets]
             results.append([*final_metrics(run, metrics), *to_target, *(number(own[name]) for name in names[-3:])])
         rows.append([group.label, len(group.runs), *(_spread(column) for column in zip(*results, strict=True))])
     return Table(["group", "runs", *names], rows, "Mean over runs, and from the least to the most.")
@@ -142,9 +139,7 @@ def notes_of(run: RecordedRun) -> list[str]:
     """List the problems of a run to be shown in its report: missing files, rows that could not be written, warnings."""
     summary = run.summary or {}
     notes = list(run.notes)
-    unwritten = summary.get("unwritten")
-    if isinstance(unwritten, Mapping):
-        notes += [f"{count} of {name} could not be written" for name, count in unwritten.items()]
+    notes += [f"{count} of {name} could not be written" for name, count in _entry(run, "unwritten").items()]
     warnings = summary.get("warnings")
     notes += [str(warning) for warning in warnings[:20]] if isinstance(warnings, list) else []
     if str(summary.get("finished", "")).startswith("failed"):
@@ -152,8 +147,9 @@ def notes_of(run: RecordedRun) -> list[str]:
     return notes
 
 
-def _time_to(run: RecordedRun) -> Mapping[str, Any]:
-    found = (run.summary or {}).get("time_to")
+def _entry(run: RecordedRun, name: str) -> Mapping[str, Any]:
+    """Return a mapping in the run's summary by its name; empty if there is none."""
+    found = (run.summary or {}).get(name)
     return found if isinstance(found, Mapping) else {}
 
 

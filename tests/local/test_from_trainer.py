@@ -432,20 +432,19 @@ def test_what_a_trainer_decides_is_not_given_again(tmp_path: Path) -> None:
             {"fabric": {"gradient_clip_val": None}},
             "is None, but the Trainer's arguments say 0.5: set max_grad_norm of ",
         ),
-        ({"fabric": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}}, None),
-        ({"precision": "32-true"}, None),
     ),
 )
-def test_a_setting_that_both_have_must_be_the_same(
-    settings: dict[str, Any], message: str | None, tmp_path: Path
-) -> None:
-    given = raafl.from_trainer(classifier(tmp_path))
+def test_a_setting_that_both_have_must_be_the_same(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     federation = raafl.Federation("fed_avg", clients=2, max_updates=1, **settings)
-    if message is None:
-        federation.plan(given)
-        return
     with pytest.raises(BadInput, match=message):
-        federation.plan(given)
+        federation.plan(raafl.from_trainer(classifier(tmp_path)))
+
+
+def test_settings_that_both_have_alike_are_taken(tmp_path: Path) -> None:
+    alike = {"fabric": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, "precision": "32-true"}
+    federation = raafl.Federation("fed_avg", clients=2, max_updates=1, output=tmp_path / "run", **alike)
+    result = federation.simulate(raafl.from_trainer(classifier(tmp_path)))
+    assert result is not None and result.summary["finished"] == "max_updates"
 
 
 NO_LOGITS = (

@@ -28,11 +28,6 @@ def update(state, client, value, spec=FULL, **more):
     return Update(0, client, 0, filled(state, value, spec), 1, **more)
 
 
-def set_to(state, value):
-    for buffer in state.values.buffers.values():
-        buffer.fill_(value)
-
-
 def test_a_score_by_hand():
     score = importance(torch.tensor([6.0, 6.0]), torch.tensor([0.0, 8.0]), torch.tensor([4.0, 4.0]))
     assert score.tolist() == [6.0, 2.0]

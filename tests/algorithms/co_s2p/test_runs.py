@@ -10,6 +10,7 @@ from raafl.core.algorithm import Training
 from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet, Iid
 from raafl.parts.local.mask_training import SCORES
+from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.algorithms.test_co_s2p import blocks
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, values_of
@@ -42,7 +43,7 @@ def test_a_transformer_learns(tmp_path):
     [({"min_ratio": 1.0, "wait_s": 3.0}, "sync"), ({"min_ratio": 0.0, "wait_s": 0.0}, "async")],
 )
 def test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends(tmp_path, arguments, trigger):
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 20}
+    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 12}
     one = finish(experiment(tmp_path / "one", co_s2p(mask_rounds=1, mask_steps=2, **arguments), **more))
     other = finish(experiment(tmp_path / "other", co_s2p(mask_rounds=1, mask_steps=2, trigger=trigger), **more))
     assert one.digest == other.digest
@@ -100,11 +101,8 @@ def test_a_client_keeps_its_scores_through_a_checkpoint_and_hostile_ones_are_ref
 
 
 def test_a_model_without_blocks_is_cut_in_width_and_the_run_says_so(tmp_path):
-    run = finish(experiment(tmp_path / "run", co_s2p(mask_rounds=1, mask_steps=2), max_updates=10))
-    assert run.summary["updates_merged"] >= 10
-    from raafl.runtime.setup import build
-
-    made = build(experiment(tmp_path / "again", co_s2p()), pace=False)
+    """Such runs are those of Algorithm 2 above."""
+    made = build(experiment(tmp_path, co_s2p()), pace=False)
     said = made.coordinator.algorithm.notes(made.coordinator.fleet, 4)
     assert any("no stack of blocks: its depth stays whole" in line for line in said)
     assert any("there is no distillation" in line for line in said)

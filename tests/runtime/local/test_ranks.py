@@ -32,14 +32,21 @@ def without_torchrun(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "of the user")
 
 
-def test_ranks_meet_and_this_process_is_rank_0_for_the_block_alone():
+def test_ranks_meet_hear_of_the_end_and_complain_of_nothing_and_this_process_is_rank_0_for_the_block_alone(tmp_path):
+    waits = MEET + "try:\n    store.get('never')\nexcept dist.DistNetworkError:\n    sys.exit(3)\n"
     before = dict(os.environ)
-    with local_ranks(command(0), 3, environment={"OWN": "!"}) as ranks:
+    with (
+        (tmp_path / "stderr").open("wb") as stderr,
+        local_ranks([sys.executable, "-c", waits, "0"], 3, environment={"OWN": "!"}, stderr=stderr) as ranks,
+    ):
         assert (os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("0", "3")
         store = distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
         assert [store.get(f"rank {rank}") for rank in (1, 2)] == [b"3!", b"3!"]
+        time.sleep(0.2)  # so that they wait
+        del store
     assert dict(os.environ) == before
-    assert [process.returncode for process in ranks] == [0, 0]
+    assert [process.returncode for process in ranks] == [3, 3]
+    assert (tmp_path / "stderr").read_text() == ""
 
 
 def test_ranks_are_killed_soon_after_a_block_that_fails(monkeypatch):
@@ -49,17 +56,3 @@ def test_ranks_are_killed_soon_after_a_block_that_fails(monkeypatch):
         raise RuntimeError("of rank 0")
     assert time.monotonic() - begin < 10
     assert [process.returncode for process in ranks] == [-9, -9]
-
-
-def test_a_rank_that_waits_hears_of_the_end_and_complains_of_nothing(tmp_path):
-    waits = MEET + "try:\n    store.get('never')\nexcept dist.DistNetworkError:\n    sys.exit(3)\n"
-    with (
-        (tmp_path / "stderr").open("wb") as stderr,
-        local_ranks([sys.executable, "-c", waits, "0"], 2, environment={"OWN": ""}, stderr=stderr) as ranks,
-    ):
-        store = distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-        store.get("rank 1")
-        time.sleep(0.2)  # so that it waits
-        del store
-    assert [process.returncode for process in ranks] == [3]
-    assert (tmp_path / "stderr").read_text() == ""

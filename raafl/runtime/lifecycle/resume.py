@@ -111,7 +111,7 @@ def load(folder: Path, runtime: str, experiment: Experiment) -> SavedRun:
         # a target that it has reached ends it at once, or at its next evaluation
         if limits := [name for name in _reached(found.section, experiment) if name != "target"]:
             merged, now = found.section["coordinator"]["merged"], found.section["clock"]["now"]
-            raise _not_farther(found, f"has merged {merged} updates in {now:.1f} s", limits)
+            raise _not_farther(found, f"whose run has merged {merged} updates in {now:.1f} s", limits)
     return found
 
 
@@ -132,7 +132,7 @@ def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
     lack only its last evaluation and its summary.
     """
     reason, reached = last.section["finished"], _reached(last.section, experiment)
-    ended = f"is finished ({reason})"
+    ended = f"whose run is finished ({reason})"
     if reason != EPSILON and not reached:
         if last.restarts:
             return replace(last, section={**last.section, "finished": None})
@@ -155,9 +155,9 @@ _FARTHER = {
 
 
 def _not_farther(saved: SavedRun, state: str, reached: Sequence[str] = (), end: str = "") -> BadInput:
-    """Return the error for a run that is ``state`` and does not go on; ``reached``: names of goals that must be farther."""
+    """Return the error for a run that does not go on, ``state``; ``reached``: names of goals that must be farther."""
     farther = f"give {' and '.join(_FARTHER[name] for name in reached)} to go on, or " if reached else ""
-    return BadInput(f"resume is '{saved.folder}', whose run {state}: {farther}start a new one{end}")
+    return BadInput(f"resume is '{saved.folder}', {state}: {farther}start a new one{end}")
 
 
 def _reached(section: dict[str, Any], experiment: Experiment) -> list[str]:

@@ -330,6 +330,16 @@ def test_a_run_goes_on_only_with_the_settings_it_had(tmp_path):
         federation().simulate(small_mlp, digits(), resume=tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"seed: [", "is not valid YAML: line 1, column 8"), (b"name: \xff", "UTF-8")]
+)
+def test_a_run_whose_config_cannot_be_read_is_named(tmp_path, content, problem):
+    """It ended with an error of the YAML library; the command names the file, too."""
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(BadInput, match=f"resume: '.*config.yaml' .*{problem}"):
+        federation().simulate(small_mlp, digits(), resume=tmp_path)
+
+
 def test_a_run_goes_on_only_with_the_arrays_it_had_and_takes_numbers_of_numpy(tmp_path):
     """Of an array of 2,000 entries NumPy prints the first and last three; YAML knows no number of NumPy."""
 

@@ -27,7 +27,7 @@ from raafl.devices.files import no_file, num_devices
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput, briefly, one_of
 from raafl.exact_key import digest_of
-from raafl.plain_yaml import dumper_class
+from raafl.plain_yaml import dumper_class, read_yaml
 from raafl.rules import recorded_revision
 
 _FLAT = {
@@ -376,10 +376,10 @@ def to_yaml(config: Mapping[str, Any], notes: list[str]) -> str:
 
 
 def settings_in(folder: Path) -> Mapping[str, Any]:
-    """Read the settings of a run to be resumed, with the revision of its rules; raise `BadInput` where there is no config."""
+    """Read the settings of a run to be resumed, with the revision of its rules; raise `BadInput` if it has no config."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = read_yaml(path, f"resume: '{path}'")
     found = found if isinstance(found, dict) else {}
     return {**found, "rules": recorded_revision(found)}

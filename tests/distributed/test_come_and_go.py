@@ -262,6 +262,17 @@ def test_a_resumed_server_that_needs_one_client_starts_with_one_that_has_come_ba
     assert replay(run.folder)["equal"] is True
 
 
+def test_a_client_that_sends_beside_its_next_task_is_confirmed_where_no_broken_link_is_waited_for(tmp_path):
+    """With ``waits.resume_s`` 0 the server resumes nothing; its clients could, and go on once an update is confirmed."""
+    options = ("--clients=2", "--algorithm=fed_async", "--overlap=true", "--emulate=false", "--max_updates=12")
+    experiment, config = parsed(tmp_path, *options, waits=replace(WAITS, resume_s=0.0, task_s=5.0))
+    with remote(experiment, config, tmp_path, [1, 2]) as fleet:
+        run = fleet.serve()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+    assert run.summary["finished"] == "max_updates" and run.summary["updates_lost"] == 0
+    assert replay(run.folder)["equal"] is True
+
+
 @pytest.mark.long("tests/sites/test_receipts.py::test_each_run_of_a_server_that_begins_anew_has_a_folder")
 @pytest.mark.parametrize("resumes", [True, False])
 def test_receipts_contradict_no_server_that_was_killed(tmp_path, monkeypatch, free_port, resumes):

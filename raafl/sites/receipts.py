@@ -411,8 +411,10 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
         ValueError: the journal has an invalid line.
     """
     findings, notes = list(site.findings), list[str]()
-    assigned, arrived, dropped = _rows_of(run, site.client)
-    last = max((receipt.assignment["id"] for receipt in site.receipts), default=0)
+    assigned, arrived, dropped, begun = _rows_of(run, site.client)
+    before, last = sorted([0, 0, *(receipt.assignment["id"] for receipt in site.receipts)])[-2:]
+    # updates that may have been on their way at the end: the last, and with `overlap` one that began to arrive before it
+    under_way = {last, *({before} & begun if last not in arrived else ())}
     for receipt in site.receipts:
         number = receipt.assignment["id"]
         name = f"assignment {number} of client {site.client}"
@@ -426,7 +428,7 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
         if answer is None:
             drop, text = dropped.get(number), f"{name}: the site sent an update, the journal has none"
             if drop is None:
-                (notes if number == last else findings).append(text)  # the last may have been on its way
+                (notes if number in under_way else findings).append(text)
             elif (later := drop.contradicted_by(receipt, site.receipts)) is not None:
                 findings.append(f"{text}, since {drop.cause}: but assignment {later} came by the same connection")
             else:
@@ -464,12 +466,13 @@ class _Drop:
         return next((one.assignment["id"] for one in same if one.assignment["id"] > self.last), None)
 
 
-def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow], dict[int, _Drop]]:
+def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow], dict[int, _Drop], set[int]]:
     """Return a client's journal rows about assigned tasks, and those about updates, by assignment id; also of undone tasks.
 
     The third mapping says why there can be no update of a task: the client was lost, or the server restarted, before it came.
+    The set has the tasks whose update began to arrive while the next task was sent.
     """
-    assigned, arrived, dropped = dict[int, JournalRow](), dict[int, JournalRow](), dict[int, _Drop]()
+    assigned, arrived, dropped, begun = dict[int, JournalRow](), dict[int, JournalRow](), dict[int, _Drop](), set[int]()
     lines, joined = RolledBackLines(), dict[int, int]()  # by incarnation: line at which the client joined
     for line, row in enumerate(JournalReader(run).written()):
         kind, kept = row.get("event"), row.get("kept")
@@ -490,9 +493,11 @@ def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, J
             joined[row["incarnation"]] = line
         elif kind == "assigned":
             assigned[row["id"]] = row
+        elif kind == "sending":
+            begun.add(row["assignment"])
         elif kind == "arrived":
             arrived.setdefault(row["assignment"], row)
-    return assigned, arrived, dropped
+    return assigned, arrived, dropped, begun
 
 
 def _head_problems(receipt: Receipt, books: Books) -> list[str]:

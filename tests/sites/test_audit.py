@@ -138,6 +138,26 @@ def test_an_update_that_a_site_never_sent_and_an_assignment_that_it_never_got_ar
     assert any(f"assignment {second} of client 2: the journal has an update" in line for line in findings)
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_at_the_end_two_updates_may_be_on_their_way_where_one_is_sent_beside_the_next_task(recorded, run, overlaps):
+    site = SiteReceipts.read(recorded[1][1])
+    *_, before, last = (receipt.assignment["id"] for receipt in site.receipts)
+    link = {"client": 1, "incarnation": 0}
+
+    def change(row):
+        if row["event"] != "arrived" or row["assignment"] not in (before, last):
+            return row
+        kind = "sending" if overlaps and row["assignment"] == before else "away"
+        return {"time_s": row["time_s"], "event": kind, **link, "assignment": row["assignment"], "reason": "slow"}
+
+    rewrite(run, change)
+    findings, notes = compare(site, run, check_books(run, heads=True))
+    texts = [
+        f"assignment {number} of client 1: the site sent an update, the journal has none" for number in (before, last)
+    ]
+    assert texts[1] in notes and (texts[0] in notes) == overlaps and (texts[0] in findings) != overlaps
+
+
 @pytest.mark.parametrize(("event", "cause"), [("lost", "the client was lost"), ("resumed", "the server was restarted")])
 @pytest.mark.parametrize("is_true", [True, False])
 def test_an_update_on_its_way_when_client_or_server_went_is_no_contradiction_if_they_did(

@@ -71,6 +71,12 @@ def train(
     return [value.detach() for value in model]
 
 
+def scaled(images: torch.Tensor, pixels: str) -> torch.Tensor:
+    """Return images as rows of pixels, normalised as one of `SCALES`."""
+    mean, std = SCALES[pixels]
+    return (images.flatten(1) - mean) / std
+
+
 def parts_of(way: Way, region: torch.Tensor, taken: Sequence[int]) -> Tensors:
     """Return what a client has of each tensor, 1 or 0; ``region``: number of the region of each weight, or of each neuron."""
     has = torch.isin(region, torch.tensor(taken)).float()
@@ -98,12 +104,8 @@ def run(way: Way, seed: int) -> dict[str, float]:
     assert isinstance(source.train, TensorImages) and isinstance(source.test, TensorImages)
     images, labels = source.train.gather(torch.arange(len(source.train)))
     tests, truth = source.test.gather(torch.arange(len(source.test)))
-    seen = {
-        name: (tests.flatten(1) - mean) / std
-        for name, (mean, std) in {"authors": SCALES["as in tests"], "alike": SCALES[way.pixels]}.items()
-    }
-    mean, std = SCALES[way.pixels]
-    images = (images.flatten(1) - mean) / std
+    seen = {"authors": scaled(tests, "as in tests"), "alike": scaled(tests, way.pixels)}
+    images = scaled(images, way.pixels)
     shares = Dirichlet(ALPHA).assign(labels.numpy(), CLIENTS, np.random.default_rng(seed), {})
     data = [(images[share], labels[share]) for share in map(torch.from_numpy, shares)]
 

@@ -247,8 +247,6 @@ class SessionLine:
         """Create a session's line over ``pair``; ``put`` tells the run's loop when the connection breaks and goes on."""
         self.pair, self._session, self._put = pair, session, put
         self._drive, self._resumes = session.loop.drive, bool(resume_s) and pair.resumes
-        # a client that can resume waits for confirmations, and does not know whether this server would wait for it
-        self._confirms = pair.resumes
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
         self._progress = Progress()
         self.received_bytes = self._num_repeated_bytes = 0
@@ -347,7 +345,8 @@ class SessionLine:
 
     async def confirm(self, incarnation: int, assignment: int) -> None:
         """Tell a client whose connection can resume that its answer has arrived, so that the client may discard the answer."""
-        if self._confirms and not self.closed:
+        # such a client waits for it, and does not know whether this server would wait for its next connection
+        if self.pair.resumes and not self.closed:
             with suppress(PeerLost, PeerTimeout):  # the coroutine that receives notices the lost connection
                 await self.send(Message(Kind.KEEPALIVE, 0, incarnation, {"confirms": assignment}))
 

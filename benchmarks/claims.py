@@ -14,9 +14,11 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -96,12 +98,23 @@ class Decided:
         return needed(found.mean if self.size is None else self.size, found, self.tests)
 
 
-def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Interval | None, str]:
+def results_of(claim: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the results that decide a claim: one, or several whose mean it is about; () = not run."""
+    return tuple(claim.get("results", [claim["result"]] if "result" in claim else []))
+
+
+def measured(claim: Mapping[str, Any], *results: Mapping[str, Any]) -> tuple[Interval | None, str]:
     """Return the interval of a claim's difference over seeds, and what bound it is where some run missed the target.
 
     The slower row's missing times make it a lower bound, the faster row's an upper one, those of both nothing.
+    Several results: a row, or each of a list of rows, is taken by its mean over them, seed by seed.
     """
     kind = next(kind for kind in _KINDS if kind in claim)
+    if "results" in claim:
+        return paired(
+            *(_means(results, labels if isinstance(labels, list) else [labels]) for labels in claim[kind])
+        ), ""
+    (result,) = results
     rows = {row["row"]: [run for run in row["runs"] if "error" not in run] for row in result["rows"]}
     ours, theirs = (rows[label] for label in claim[kind])
     if kind == "sooner":
@@ -128,6 +141,16 @@ def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Inter
         for runs in (ours, theirs)
     ]
     return paired(*values), ""
+
+
+def _means(results: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[int, float]:
+    """Return the mean of rows' final metrics over results, by the seeds that each row has in each result."""
+    rows = [
+        {row["row"]: {run["seed"]: run["final"] for run in row["runs"] if "error" not in run} for row in one["rows"]}
+        for one in results
+    ]
+    values = [one[label] for one in rows for label in labels]
+    return {seed: fmean(runs[seed] for runs in values) for seed in set.intersection(*map(set, values))}
 
 
 def resolution(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[float, float]:
@@ -216,26 +239,26 @@ def verdict_of(
 def decided(claims: Sequence[Mapping[str, Any]], of: Paper) -> list[Decided]:
     """Return the verdict on each claim of a paper."""
     found: list[Decided] = []
-    results = {claim["result"] for claim in claims if "result" in claim}
-    loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in results}
-    seen = {i: measured(claim, loaded[claim["result"]]) for i, claim in enumerate(claims) if "result" in claim}
-    slacks = {i: resolution(claims[i], loaded[claims[i]["result"]]) for i in seen}
+    by = [results_of(claim) for claim in claims]
+    loaded = _loaded(by)
+    seen = {i: measured(claim, *map(loaded.__getitem__, by[i])) for i, claim in enumerate(claims) if by[i]}
+    slacks = {i: resolution(claims[i], loaded[by[i][0]]) for i in seen}
     intervals = {i: (spread_out(one, slacks[i]), bound) for i, (one, bound) in seen.items()}
     corrected: dict[int, float] = {}
-    tests: dict[str, int] = {}
-    for name in sorted(results):
+    tests: dict[tuple[str, ...], int] = {}
+    for names in sorted({by[i] for i in seen}):
         tested = [
             (i, p)
             for i, (one, _) in intervals.items()
-            if claims[i]["result"] == name and "level" not in claims[i] and one is not None and (p := one.p) is not None
+            if by[i] == names and "level" not in claims[i] and one is not None and (p := one.p) is not None
         ]
-        tests[name] = len(tested)
+        tests[names] = len(tested)
         corrected |= dict(zip([i for i, _ in tested], holm([p for _, p in tested]), strict=True))
     for i, claim in enumerate(claims):
         if i in intervals:
             (one, bound), p, slack = intervals[i], corrected.get(i), slacks[i]
             verdict = verdict_of(claim, one, p, bound, slack)
-            found.append(Decided(claim, verdict, one, p, slack, tests[claim["result"]], bound))
+            found.append(Decided(claim, verdict, one, p, slack, tests[by[i]], bound))
             continue
         missing = None if "exhibit" not in claim else of.exhibits[claim["exhibit"]].missing
         why = claim.get("not_run") or missing or "no result is committed yet"
@@ -302,7 +325,7 @@ def table(found: Sequence[Decided], of: Paper) -> str:
     for (name, result), seeds in runs.items():
         link = f"[{result}](../benchmarks/results/{result}.json)" if result else "none yet"
         scale = _scale(of.exhibits[name]) if name and seeds else ""
-        of_result = [one for one in found if result and one.claim.get("result") == result]
+        of_result = [one for one in found if result and results_of(one.claim) == (result,)]
         decide.append([name, link, " or ".join(map(str, sorted(seeds))), scale, *_left_open(of_result)])
     return f"{markdown(rows)}\n\n`raafl reproduce {of.name} RUNS` does the runs of a row:\n\n{markdown(decide)}"
 
@@ -361,9 +384,16 @@ def summary(name: str, found: Sequence[Decided]) -> str:
 
 def old_rules(found: Sequence[Decided]) -> list[str]:
     """List the results that ran by earlier rules of times and bits."""
-    names = sorted({one.claim["result"] for one in found if "result" in one.claim})
-    loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
-    return [name for name, result in loaded.items() if recorded_revision(result) < CURRENT]
+    loaded = _loaded(results_of(one.claim) for one in found)
+    return [name for name, result in sorted(loaded.items()) if recorded_revision(result) < CURRENT]
+
+
+def _loaded(names: Iterable[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Return the committed results of claims by name."""
+    return {
+        name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in {*chain.from_iterable(names)}
+    }
 
 
 def all_decided() -> dict[str, tuple[Paper, list[Decided]]]:

@@ -20,6 +20,7 @@ from benchmarks.claims import (
     needed,
     pages,
     resolution,
+    results_of,
     shown,
     spread_out,
     summary,
@@ -61,8 +62,8 @@ def test_each_claim_says_where_it_stands_and_is_decided_one_way(every):
         for claim in claims:
             assert {"says", "where", "paper"} <= claim.keys(), claim
             kinds = [kind for kind in ("higher", "sooner", "level", "not_run") if kind in claim]
-            assert len(kinds) == ("result" in claim or "not_run" in claim), claim
-            assert "result" not in claim or (RESULTS / f"{claim['result']}.json").is_file()
+            assert len(kinds) == (bool(results_of(claim)) or "not_run" in claim), claim
+            assert all((RESULTS / f"{result}.json").is_file() for result in results_of(claim))
             assert ("margin" in claim) == ("level" in claim) and ("target" in claim) == ("sooner" in claim)
     assert {one.verdict for _, found in every.values() for one in found} <= set(VERDICTS)
 
@@ -73,6 +74,27 @@ def test_each_reversed_claim_has_a_reason_and_each_reason_a_claim(every):
     }
     reversed_ = {one.claim.get("why") for _, found in every.values() for one in found if one.is_reversed}
     assert reversed_ == named == yaml.safe_load(WHY.read_text()).keys()
+
+
+def test_a_mean_over_results_and_rows_is_taken_seed_by_seed():
+    """A less the mean of B and C over two results: 0.8 - 0.55 for seed 0, 0.7 - 0.65 for seed 1; C has no seed 2."""
+    finals = {
+        "A": ([0.9, 0.6, 0.1], [0.7, 0.8, 0.1]),
+        "B": ([0.5, 0.6, 0.1], [0.4, 0.9, 0.1]),
+        "C": ([0.7, 0.4], [0.6, 0.7]),
+    }
+    results = [
+        {
+            "rows": [
+                {"row": label, "runs": [{"seed": seed, "final": value} for seed, value in enumerate(values[place])]}
+                for label, values in finals.items()
+            ]
+        }
+        for place in (0, 1)
+    ]
+    found, bound = measured({"higher": ["A", ["B", "C"]], "results": ["one", "two"]}, *results)
+    assert found is not None and (found.num, bound) == (2, "")
+    assert found.mean == pytest.approx((0.25 + 0.05) / 2)
 
 
 def test_clients_that_take_part_more_are_counted_by_seed():

@@ -72,6 +72,10 @@ class GpuLost(TaskFailed):
     """Raised after an error of the GPU itself, which this process can no longer use; other processes may go on."""
 
 
+class WrongReturn(RunFailed):
+    """Raised if a hook of a user's own part returns a value of another type than raafl uses; its message names the hook."""
+
+
 class InvalidPayload(ValueError):
     """Raised for received data that cannot be used; the sender learns of it and may go on."""
 

@@ -43,7 +43,7 @@ from raafl.core.types import (
     Work,
     derive_seed,
 )
-from raafl.errors import BadInput
+from raafl.errors import BadInput, WrongReturn
 from raafl.rules import Rules
 
 if TYPE_CHECKING:
@@ -263,6 +263,10 @@ class Coordinator:
         """Merge the waiting updates of the assignments ``ids`` (None = all) into the next version of the model."""
         state = self.state
         due = [item for item in state.waiting if ids is None or item.update.assignment in ids]
+        if not due:  # the trigger would be due again at once, without end
+            raise WrongReturn(
+                f"{type(self.algorithm.trigger).__name__}.merged_now returned no update that waits: let it name some"
+            )
         left = [item for item in state.waiting if not (ids is None or item.update.assignment in ids)]
         state.waiting[:] = due
         self.is_merging = True  # not reset if the method raises: the global model may then contain half a merge

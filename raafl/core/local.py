@@ -159,7 +159,7 @@ class Local(Part):
         """Whether training uses the base class `Hook`, so that only proximal term, clipping and optimiser read the gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
-    def prepare(self, module: torch.nn.Module) -> Any:
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return the model as this method trains it, for example with additional heads.
 
         This runs on the server and on each client, even where the model's parameters have no values yet.

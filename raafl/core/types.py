@@ -31,7 +31,7 @@ class Part:
     __slots__ = ()
 
     def __init_subclass__(cls, **more: object) -> None:
-        """Check a new subclass: raise `BadInput` for a method whose name is nearly that of a hook."""
+        """Check a new subclass: raise `BadInput` for a method named nearly as a hook; let a user's hooks check what they return."""
         super().__init_subclass__(**more)
         bases = [base for base in cls.__mro__[1:] if issubclass(base, Part) and base is not Part]
         known = {name for base in bases for name in vars(base) if not name.startswith("_")}
@@ -44,6 +44,10 @@ class Part:
                     f"{cls.__name__} has a method '{name}', which nothing calls: {bases[0].__name__} has no "
                     f"'{name}', did you mean '{close[0]}'? A helper method needs another name, such as '_{name}'"
                 )
+        if not cls.__module__.startswith("raafl."):
+            from raafl.core.returned import check_returns
+
+            check_returns(cls)
 
 
 OUT_OF_MEMORY = "out-of-memory"

@@ -128,7 +128,8 @@ class Driver(ABC):
         self._handled(event, now, lost)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
         wanted = wanted and not self._is_summing
-        if wanted and self.coordinator.finished in (None, *ENDS):  # save only after the event is handled completely
+        # save only after the event is handled completely; a merge may end the run for a reason of its own (`ends_run`)
+        if wanted and (self.coordinator.finished in (None, *ENDS) or not isinstance(event, Stop)):
             self._checkpoint()
         if self.progress is not None:
             self.progress.update()
@@ -156,9 +157,7 @@ class Driver(ABC):
                 self._set_timer(id, at)
             case Evaluate(version) if self.evaluator is not None:
                 now = self.now
-                state = self.coordinator.state
-                figures = self.coordinator.algorithm.merge.figures(state)
-                self.record.due(version, now, {**self.hooks.figures(state), **figures})
+                self.record.due(version, now, {**self.hooks.figures(self.coordinator.state), **self._figures()})
                 self._measure(version, now)
             case Dismiss(client, incarnation, reason, error):
                 self._dismiss(client, incarnation, reason)
@@ -177,6 +176,10 @@ class Driver(ABC):
                 )
             case Finish(reason):
                 self.reason = reason
+
+    def _figures(self) -> dict[str, float | None]:
+        """Return the numbers that the merge adds to the metrics of the new version."""
+        return self.coordinator.algorithm.merge.figures(self.coordinator.state)
 
     def _measured(self, version: int, at_s: float, measured: dict[str, float]) -> bool:
         """Record the metrics of the model of time ``at_s``; return whether all targets are now met."""

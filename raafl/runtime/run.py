@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +14,12 @@ from raafl.config.options import seconds
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Assignment, Update, Warn
 from raafl.data.federated import Sized
-from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
+from raafl.errors import BadInput, CodeFailed
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import BREAKS, CONFIG, JOURNAL, JournalRow, Summary
+from raafl.runfolder.schema import BREAKS, CONFIG, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle.checkpointer import AsItIs, Checkpointer, SavedForm, check_space
 from raafl.runtime.lifecycle.environment import conditions
@@ -44,8 +43,6 @@ NO_SERVER_ABOVE = (
 )
 
 
-TRIALS_S = "trials_real_s"
-"""Key of an algorithm's ``chosen`` that the summary shows and the journal leaves out, since journals of equal runs are equal."""
 ALONE = threading.RLock()
 """Lock of a simulation or replay: tasks of two in one process would draw from the same generators."""
 
@@ -209,6 +206,8 @@ class Run:
             "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
         }
         if experiment.algorithm.chosen is not None:
+            from raafl.runtime.lifecycle.last_entries import TRIALS_S
+
             row["chosen"] = {name: value for name, value in experiment.algorithm.chosen.items() if name != TRIALS_S}
         if experiment.batch_clients == "fast" and self.runtime == "simulated":
             row["batches"] = "fast"
@@ -239,13 +238,15 @@ class Run:
             time_s=time_s,
             reason=reason,
         )
+        from raafl.runtime.lifecycle.last_entries import final_metrics, reported, trials
+
         if not reason.startswith(BREAKS):
-            summary["final"] |= self._final_metrics()
+            summary["final"] |= final_metrics(self.parts, self.evaluator, self.progress.warn)
         summary.update(cast(Summary, {name: told for name, told in (trained or {}).items() if told}))
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.admission.clipped.items())}
-        summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
-        if trials := self._trials():
-            summary["trials"] = trials
+        summary.update(cast(Summary, reported(coordinator, self.progress.warn)))
+        if costs := trials(self.parts.experiment.algorithm.chosen, self.folder if self.resumed else None):
+            summary["trials"] = costs
         summary["rates_leave"] = self._remaining
         summary["axes"] = []
         if self._remaining:
@@ -277,27 +278,6 @@ class Run:
         self.writer.seal(self.writer.sealed(), coordinator.state.version, [], final=True)
         self.hooks.written()
         return told
-
-    def _trials(self) -> dict[str, Any]:
-        """Return the costs of the trials by which the run's method was chosen; {} if there were none."""
-        chosen = self.parts.experiment.algorithm.chosen
-        if chosen is None and self.resumed:
-            with (self.folder / JOURNAL).open(encoding="utf-8") as file:
-                chosen = json.loads(file.readline()).get("chosen")
-        found = dict((chosen or {}).get("trials", {}))
-        return found | ({"real_s": chosen[TRIALS_S]} if chosen and TRIALS_S in chosen else {})
-
-    def _final_metrics(self) -> dict[str, float]:
-        """Evaluate the final model on the test set, if a validation set was used during the run; {} if not."""
-        batches, state = self.parts.data.final_batches(), self.parts.coordinator.state
-        if batches is None:
-            return {}
-        try:
-            found = self.evaluator.on_other(batches, state.values, state.version)
-        except USER_ERRORS as error:  # the run is over, and its results are kept
-            self.progress.warn(f"the test set cannot be measured: {cause(error)}")
-            return {}
-        return {f"test/{name}": value for name, value in found.items()}
 
     def close(self) -> None:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -103,8 +103,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
         is_plain = isinstance(error, ValueError | TypeError)
         why = " ".join(str(error).split())[:400] if is_plain else format_error(error)
         raise BadInput(f"the model cannot be constructed: {why}") from error
-    prepared: LightningModule = experiment.algorithm.local.prepare(module)
-    return prepared
+    return cast("LightningModule", experiment.algorithm.local.prepare(module))
 
 
 def submodels_of(

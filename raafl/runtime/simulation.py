@@ -323,6 +323,13 @@ class Simulation(Driver):
             for extension in self._extensions:
                 extension.let_go(action.client)
 
+    def _figures(self) -> dict[str, float | None]:
+        try:
+            return super()._figures()
+        except USER_ERRORS as error:
+            self._take_raised(error, None)
+            return {}
+
     def _blame(self, client: int, error: Exception) -> None:
         """Record an error that the method raised about a client, which is simulated here and so is not dismissed."""
         self._take_raised(error, client)

@@ -31,7 +31,7 @@ from raafl.lab.plan.trials import SHARE, Load, TrialPlan, Trials, planned, tried
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.schema import JOURNAL
-from raafl.runtime.run import TRIALS_S
+from raafl.runtime.lifecycle.last_entries import TRIALS_S
 
 TABLE = Path(__file__).with_name("choices.json")
 TASK_S = "{task_s}"

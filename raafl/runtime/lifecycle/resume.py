@@ -24,7 +24,6 @@ from raafl.config.options import seconds
 from raafl.core.coordinator import Coordinator
 from raafl.core.options import Privacy
 from raafl.core.restoring import restore
-from raafl.core.types import ENDS, EPSILON
 from raafl.errors import BadInput, RunFailed
 from raafl.plain_yaml import load_yaml
 from raafl.runfolder import checkpoint_reader
@@ -35,6 +34,7 @@ from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
+    BREAKS,
     CHECKPOINTS,
     CLIENT_COLUMNS,
     CLIENTS,
@@ -133,7 +133,7 @@ def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
     """
     reason, reached = last.section["finished"], _reached(last.section, experiment)
     ended = f"whose run is finished ({reason})"
-    if reason != EPSILON and not reached:
+    if reason in _FARTHER and not reached:
         if last.restarts:
             return replace(last, section={**last.section, "finished": None})
         *older, end = checkpoint.versions(last.folder)
@@ -143,7 +143,7 @@ def _undo_end(last: SavedRun, experiment: Experiment) -> SavedRun:
             lacks = f"{ended}, and it has no checkpoint from before its end, where a simulation goes on"
             raise _not_farther(last, lacks, end=", which begins with the same updates")
     elif has_ended(last.folder):
-        raise _not_farther(last, ended, [] if reason == EPSILON else reached)
+        raise _not_farther(last, ended, reached if reason in _FARTHER else [])
     return last
 
 
@@ -180,7 +180,7 @@ def has_ended(folder: Path) -> bool:
     A summary from before the run was resumed has another reason, such as that it was stopped.
     """
     summary = read_summary(folder)
-    if summary is None or summary.get("finished") not in ENDS:
+    if summary is None or str(summary.get("finished") or BREAKS[0]).startswith(BREAKS):
         return False
     seals = read_seals(folder / SEALS) if (folder / SEALS).is_file() else []  # none: of a version before them
     return not seals or (seals[-1] is not None and seals[-1].data.get("final") is True)
@@ -248,8 +248,8 @@ _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", 
 
 def check_state(section: dict[str, Any]) -> None:
     """Raise `KeyError` for a missing entry, `ValueError` for a count or a time that is negative or not finite, or no end."""
-    if section["finished"] not in (None, *ENDS):
-        raise ValueError(f"finished is {section['finished']!r:.40}")
+    if (reason := section["finished"]) is not None and (not reason or reason.startswith(BREAKS)):
+        raise ValueError(f"finished is {reason!r:.40}")
     for name in _NEEDED:
         section["coordinator"][name]
     coordinator, clock = section["coordinator"], section["clock"]

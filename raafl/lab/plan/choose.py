@@ -25,13 +25,15 @@ from raafl.core.algorithm import Algorithm
 from raafl.core.select import SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
-from raafl.errors import BadInput, RunFailed, nearest, one_line
+from raafl.errors import BadInput, RunFailed, cause, nearest, one_line
 from raafl.lab.plan.dry import Prediction, World, predict
 from raafl.lab.plan.trials import SHARE, Load, TrialPlan, Trials, planned, tried
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
-from raafl.runfolder.schema import JOURNAL
+from raafl.runfolder.events import JournalReader
+from raafl.runfolder.schema import JOURNAL, JournalRow
 from raafl.runtime.lifecycle.last_entries import TRIALS_S
+from raafl.sanitize import sanitize_text
 
 TABLE = Path(__file__).with_name("choices.json")
 TASK_S = "{task_s}"
@@ -381,11 +383,18 @@ def chosen_for(experiment: Experiment, simulated: bool | None) -> Experiment:
 
 def chosen_by(folder: Path) -> Algorithm | None:
     """Return the algorithm that was chosen for a run, from its journal; None if the run's method was not chosen by raafl."""
-    with (folder / JOURNAL).open(encoding="utf-8") as file:
-        found = json.loads(file.readline()).get("chosen")
-    if found is None:
-        return None
-    return replace(Candidate("", found["method"], found["settings"]).algorithm(), chosen=found)
+    try:
+        found = next(JournalReader(folder).written(), JournalRow()).get("chosen")
+        if found is None:
+            return None
+        return replace(Candidate("", found["method"], found["settings"]).algorithm(), chosen=found)
+    except FileNotFoundError:
+        raise BadInput(f"resume is '{folder}', which has no {JOURNAL}: name the folder of a run") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise BadInput(
+            f"resume is '{folder}', of whose {JOURNAL} the first row, which names the chosen method, is damaged or was altered "
+            f"({sanitize_text(cause(error), 150)}): restore it from a copy, or start a new run"
+        ) from error
 
 
 def is_open(algorithm: Algorithm) -> bool:

@@ -14,7 +14,18 @@ from raafl.config.parse import load_experiment, parse
 from raafl.core.options import Privacy
 from raafl.devices import Device
 from raafl.errors import BadInput
-from raafl.lab.plan.choose import Candidate, Cell, Features, FleetSummary, Table, auto, choose, chosen, is_open
+from raafl.lab.plan.choose import (
+    Candidate,
+    Cell,
+    Features,
+    FleetSummary,
+    Table,
+    auto,
+    choose,
+    chosen,
+    chosen_by,
+    is_open,
+)
 from raafl.lab.plan.dry import World
 from raafl.runtime.run import simulate
 from tests.helpers.cached_models import reuse_findings
@@ -214,6 +225,35 @@ def test_a_run_is_that_of_the_chosen_method_and_says_why(known, tmp_path, capsys
     assert first["chosen"]["method"] == "fed_buff" and len(first["chosen"]["reasons"]) == 3
     assert main(["replay", str(tmp_path / "auto"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (b'{"event":"run",\xff}\n', "is damaged or was altered (ValueError: "),
+        (b'["run"]\n', "is damaged or was altered (ValueError: "),
+        (b'{"event":"run","chosen":{"method":"fed_buff"}}\n', "is damaged or was altered (KeyError: 'settings')"),
+        (b'{"event":"run","chosen":{"method":"fed_best","settings":{}}}\n', "is damaged or was altered ("),
+        (b'{"event":"run","chosen":{"method":"fed_buff","settings":{"size":1}}}\n', "is damaged or was altered ("),
+        (b'{"event":"run","chosen":[1]}\n', "is damaged or was altered (TypeError: "),
+        (None, "which has no events.jsonl: name the folder of a run"),
+    ],
+)
+def test_a_damaged_journal_of_a_resumed_run_is_named(tmp_path, row, says):
+    if row is not None:
+        (tmp_path / "events.jsonl").write_bytes(row)
+    with pytest.raises(BadInput) as error:
+        chosen_by(tmp_path)
+    assert str(error.value).startswith(f"resume is '{tmp_path}', ") and says in str(error.value)
+
+
+def test_the_chosen_method_of_a_resumed_run_is_read_from_its_journal(tmp_path):
+    (tmp_path / "events.jsonl").write_text(
+        '{"event":"run","chosen":{"method":"fed_buff","settings":{"buffer_size":3}}}\n'
+    )
+    assert chosen_by(tmp_path).trigger.size == 3
+    (tmp_path / "events.jsonl").write_text('{"event":"run"}\n')
+    assert chosen_by(tmp_path) is None
 
 
 def test_server_and_client_choose_alike(known, tmp_path):

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import metadata
 from multiprocessing.process import BaseProcess
@@ -30,6 +30,7 @@ from raafl.atomic_file import atomic_file
 from raafl.config.argv import with_paths
 from raafl.config.check import OF_TRAINER
 from raafl.config.shared import config_digest
+from raafl.config.targets import Goals
 from raafl.devices import fleets
 from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Options
@@ -37,8 +38,7 @@ from raafl.lab.compare.processes import check_free, in_processes, ranks_log, sta
 from raafl.lab.report.groups import of_experiment
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
-from raafl.runfolder.outcome import REASONS
-from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric
+from raafl.runfolder.schema import BREAKS, CLIENT, JOURNAL, METRICS, TRAIN, Summary, is_metric
 from raafl.runfolder.seals import file_digest
 from raafl.runtime.lifecycle.environment import processor
 from raafl.units import duration, quantity
@@ -243,15 +243,21 @@ class Runner:
         root.mkdir(parents=True, exist_ok=True)
 
     def find(self, run: Run) -> Outcome | None:
-        """Return the outcome of a finished run from its folder; None if the run has not finished."""
+        """Return the outcome of a finished run from its folder; None if the run has not finished.
+
+        Raises:
+            BadInput: somebody has resumed the run with another goal.
+        """
         names = [run.folder(self._root, code_digest())]
         if self._any_code:
             pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
             names += sorted(path for path in self._root.glob(pattern) if path.is_dir() and path != names[0])
         for folder in names:
             note, summary = _note(folder), read_summary(folder)
-            ended = summary is not None and summary.get("finished") in REASONS
+            # a method may end a run for a reason of its own
+            ended = summary is not None and not str(summary.get("finished") or BREAKS[0]).startswith(BREAKS)
             if ended and note.get("digest") == run.digest:
+                _check_goals(run, folder)
                 return Outcome(run, folder, summary, str(note.get("code", "")))
         return None
 
@@ -301,6 +307,7 @@ class Runner:
         # first, since another process may be in this run before its first checkpoint, and the folder is deleted below
         check_free(log)
         if newest(folder) is not None:
+            _check_goals(run, folder)
             argv = ["--resume", str(folder)]
         else:
             if folder.exists():
@@ -365,6 +372,30 @@ def _check_metric(metric: str | None, run: Run, folder: Path, *, ended: bool) ->
     raise BadInput(
         f"metric is '{metric}', which the runs of row '{run.label}' do not measure: "
         f"{nearest(metric, filter(is_metric, columns))}"
+    )
+
+
+def _check_goals(run: Run, folder: Path) -> None:
+    """Raise `BadInput` for a run that was resumed with another goal than it began with, and so than its rivals have."""
+    try:
+        with (folder / JOURNAL).open("rb") as file:
+            # few of many rows are parsed: the first, and those by which the run went on
+            rows = [json.loads(line) for number, line in enumerate(file) if number == 0 or b'"event":"resumed"' in line]
+        first, *later = [Goals.from_json(row.get("goals")) for row in rows]
+    except (OSError, ValueError, AttributeError):  # a run without its journal still has its summary
+        return
+    for goals in later:
+        for name in (field.name for field in fields(Goals) if getattr(goals, field.name) != getattr(first, field.name)):
+            row_has, run_has = (_goal(getattr(one, name)) for one in (first, goals))
+            raise BadInput(
+                f"row '{run.label}', seed {run.seed}: its run in {folder} was resumed with {name} {run_has}, but the row has "
+                f"{row_has}: move that folder elsewhere or delete it, and the same command makes the run anew"
+            )
+
+
+def _goal(value: Any) -> str:
+    return (
+        ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else "none" if value is None else f"{value:g}"
     )
 
 

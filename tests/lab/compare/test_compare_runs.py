@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +138,44 @@ def test_nothing_is_run_twice(finished, monkeypatch):
     monkeypatch.setattr(runs, "start", lambda *_: pytest.fail("a run was started again"))
     again = json.loads(compare([file, "--output", str(out), "--no_page", "--json"]))
     assert again["rows"] == before["rows"]
+
+
+def test_a_run_that_was_extended_by_hand_is_not_taken_for_the_rows(tmp_path, monkeypatch):
+    """It has more updates than its rivals; resumed with the goal of its row it has as many."""
+    file = written(tmp_path, search=None, options=f"{SMALL['options']} --checkpoint_every 5", rows={"A": None})
+    argv = [file, "--output", str(tmp_path / "out"), "--no_page", "--json"]
+    run = json.loads(compare(argv))["rows"][0]["runs"][0]
+    folder, started = tmp_path / "out" / run["folder"], []
+    monkeypatch.setattr(runs, "start", lambda argv, *_: started.append(argv) or 1 / 0)
+
+    def resume(*goal):
+        parsed = parse("simulate", ["--resume", str(folder), *goal, "--progress", "quiet"])
+        return simulate(parsed.experiment, parsed.config_yaml)[0]["updates_merged"]
+
+    (folder / "summary.json").unlink()  # as if it had been interrupted before its summary
+    assert resume() == 12
+    assert json.loads(compare(argv))["rows"][0]["runs"][0]["model_digest"] == run["model_digest"]
+    assert resume("--max_updates", "20") == 20
+    says = f"row 'A', seed 0: its run in {folder} was resumed with max_updates 20, but the row has 12: move that folder"
+    with pytest.raises(BadInput, match=f"^{re.escape(says)}"):
+        compare(argv)
+    (folder / "summary.json").unlink()  # as one that is interrupted on its way to the farther goal
+    with pytest.raises(BadInput, match=f"^{re.escape(says)}"):
+        compare(argv)
+    shutil.rmtree(folder)
+    with pytest.raises(ZeroDivisionError):
+        compare(argv)
+    assert started[0][started[0].index("--output") + 1] == str(folder)
+
+
+def test_a_run_that_a_method_ended_for_a_reason_of_its_own_has_ended(finished, tmp_path):
+    _, out, before = finished
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / before["rows"][0]["runs"][0]["folder"] / "summary.json"
+    path.write_text(path.read_text().replace('"finished": "max_updates"', '"finished": "converged"'))
+    assert json.loads(path.read_text())["finished"] == "converged"
+    compare([finished[0], "--output", str(tmp_path / "out"), "--no_page"])
+    assert json.loads(path.read_text())["finished"] == "converged"
 
 
 def test_other_code_runs_anew_unless_any_code_will_do(finished, monkeypatch):

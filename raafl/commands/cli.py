@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -178,6 +178,9 @@ def _main(argv: list[str]) -> int:
 
         print(f"raafl {__version__}")
         return 0
+    from raafl.commands.starting import Terminated, starting
+    from raafl.runtime.lifecycle.signals import ends_process
+
     try:
         if name_of(argv[0]) == "--print_completion":
             from raafl.commands.completion import completion
@@ -186,9 +189,8 @@ def _main(argv: list[str]) -> int:
             return 0
         if argv[0] not in commands:
             raise BadInput(f"unknown command '{argv[0]}': {nearest(argv[0], commands)}")
-        from raafl.runtime.lifecycle.signals import ends_process
-
-        with ends_process():
+        # a client that is told to end has nothing to save, and no handler in a task
+        with ends_process(), starting() if argv[0] in ("fit", "simulate", "serve") else nullcontext():
             return commands[argv[0]](with_paths(argv[1:]))
     except (BadInput, FileNotFoundError) as error:
         _complain(str(error) + _place(getattr(error, "field", None), argv), known_to_all=True)
@@ -196,7 +198,9 @@ def _main(argv: list[str]) -> int:
     except RunFailed as error:
         _complain(str(error))
         return 3 if isinstance(error, Replaced) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as asked:
+        if isinstance(asked, Terminated):
+            _complain("stopped by SIGTERM while no run was under way")
         return 130
     except BrokenPipeError:  # whoever read standard output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -320,7 +320,8 @@ class Supervisor:
         if self.listener is not None:
             self.listener.close()
         code = self.server.exit_code()
-        leaving = code is not None and code >= 0
+        # clients of a server that ended before its run began would only look for it
+        leaving = code is not None and code >= 0 and self.begun()
         steps = [(0, self.policy.leave_s if leaving else 0.0), (int(signal.SIGTERM), self.policy.stop_s)]
         for number, wait_s in steps:  # signal 0 only waits
             for child in self._left():

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from raafl.commands.starting import Terminated, starting
 from raafl.runtime.lifecycle import signals
 from raafl.runtime.lifecycle.signals import Interrupt
 from tests.helpers.forked_command import pending, wait_for
@@ -96,6 +98,68 @@ def test_in_another_thread_it_does_nothing():
     thread.start()
     thread.join(10)
     assert seen == [(False, before)]
+
+
+# ---- a command that starts ----
+
+
+def test_sigterm_ends_what_starts_and_a_run_within_handles_it_itself():
+    with pytest.raises(Terminated), starting():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with starting(), Interrupt() as interrupted:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted.asked
+    with pytest.raises(Terminated), starting():  # after the run, again
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_code_that_makes_another_error_of_it_ends_as_well():
+    with pytest.raises(Terminated), starting():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            raise RecursionError("a module that is half imported") from None
+    with pytest.raises(ValueError, match="other"), starting():
+        raise ValueError("other")
+
+
+def test_a_forked_child_of_what_starts_ends_by_sigterm():
+    with starting():
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_ranks_of_torchrun_end_by_sigterm_as_ever(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with starting():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.slow("a process imports torch")
+@pytest.mark.parametrize("command", ["simulate", "serve --address 127.0.0.1:0", "fit --local 2"])
+def test_a_command_that_is_stopped_while_it_starts_says_so(command, tmp_path):
+    argv = [*command.split(), "--config", "quickstart", "--output", str(tmp_path / "run")]
+    process = subprocess.Popen([sys.executable, "-m", "raafl", *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def imports_torch():
+        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+        return any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in family)
+
+    try:
+        wait_for(imports_torch, "the import of torch")
+        process.send_signal(signal.SIGTERM)
+        since = time.monotonic()
+        out = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out) == (130, b"raafl: stopped by SIGTERM while no run was under way\n")
+    assert time.monotonic() - since < 9  # without the time that clients have to leave a run
+    assert not (tmp_path / "run").exists()
 
 
 # ---- a process that is nothing but a run ----

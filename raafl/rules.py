@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 9
+CURRENT: Final = 10
 """Revision of a new run."""
 
 
@@ -107,6 +107,8 @@ class Rules:
     """Whether a server that was restarted starts with as many clients as have come back, not with those from before."""
     waits_for_groups = _Since(9)
     """Whether in rounds, too, masked updates of fewer clients than a sum needs wait for more clients, and are not refused."""
+    sizes_overlapped = _Since(10)
+    """Whether sizes by measured speed are by predicted times with overlap, whose measured ones contain waits for the uplink."""
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raafl.core.algorithm import Select, SelectContext
 from raafl.core.state import MergeMemory
-from raafl.core.types import Assignment, ClientInfo, Work, derive_seed
+from raafl.core.types import Assignment, ClientInfo, Warn, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, one_of, positive, refuse_unused
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import (
@@ -141,7 +141,8 @@ class RateSelect(Select):
         steps_within_s: seconds in which a task should finish, including transfers. The client makes as many of the
             local steps in `train` as fit, and at least 1. None = all steps.
         measured: whether ``seconds`` refers to the client's measured speed. Predicted times are then multiplied by the
-            ratio of measured to predicted time of the client's last task, once it has changed by more than a tenth.
+            ratio of measured to predicted time of the client's last task, once it has changed by more than a tenth. With
+            `overlap` nothing is measured: an update then waits until the one before is sent.
         relative: whether ``seconds`` moves with the fleet, for which `measured` must be true: it is multiplied by the median
             of that ratio over all clients, once this has changed by more than a tenth. So if all are slower than predicted,
             nobody gets a smaller submodel.
@@ -237,7 +238,7 @@ class RateSelect(Select):
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Update the client's ratio of measured to predicted time, if sizes depend on measured speed."""
-        ratio = fleet.time_ratio(client, assignment, seconds) if self.measured else None
+        ratio = None if self._is_predicted(fleet) else fleet.time_ratio(client, assignment, seconds)
         if ratio is None:
             return
         memory = fleet.state.memory.of(_RateMemory)
@@ -246,6 +247,10 @@ class RateSelect(Select):
             self.forget(client, fleet)
             if self.relative:
                 self._compare(memory, fleet)
+
+    def _is_predicted(self, fleet: SelectContext) -> bool:
+        """Check whether predicted times alone count: measured ones contain waits for the uplink with `overlap`."""
+        return not self.measured or (fleet.overlap and fleet.rules.sizes_overlapped)
 
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
         """Count a changed speed ratio, and compute the fleet's median anew once a quarter of the clients have changed."""
@@ -259,10 +264,12 @@ class RateSelect(Select):
             fleet.cache.clear()
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if no dimension of the model can be cut, so that rates have no effect."""
+        """Return a warning if rates have no effect, as no dimension of the model can be cut, and one if `measured` has none."""
         submodels = fleet.state.submodels
         cuts = min(self._all_rates()) < 1 and not submodels.axes
-        return uncut(submodels, "cut by rates") if cuts else []
+        unmeasured = self.measured and self._is_predicted(fleet)
+        lines = [Warn("measured has no effect with overlap, where measured times contain waits for the uplink")]
+        return (uncut(submodels, "cut by rates") if cuts else []) + (lines if unmeasured else [])
 
     # ---- size and steps ----
 

@@ -18,6 +18,7 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
 from raafl.parts.merge.mean import Mean, Staleness
+from raafl.rules import CURRENT
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
@@ -289,6 +290,22 @@ def test_beside_the_others_who_all_take_twice_the_time_nobody_gets_less():
     assert reported(select, clients[0], fleet, 2.0) == quarter != half  # one of three: it is slow
     assert reported(select, clients[1], fleet, 2.0) == half  # two of three: all are
     assert select(clients[0], fleet).spec == half and select(clients[2], fleet).spec == FULL
+
+
+@pytest.mark.parametrize(("revision", "shrinks"), [(9, True), (CURRENT, False)])
+def test_a_wait_for_the_uplink_is_no_slowness_of_a_client(tmp_path, revision, shrinks):
+    """All send for longer than they train: with `overlap` an update waits until the one before is sent."""
+    devices = unequal(up_bytes_per_s=4e4)
+    select = RateSelect(seconds=0.2, measured=True)
+    options = {"devices": devices, "overlap": True, "max_updates": 24, "rules": revision}
+    run = finish(experiment(tmp_path / "run", fed_buff(buffer_size=2, submodel=select), **options))
+    sizes = {}
+    for row in run.events("assigned"):
+        sizes.setdefault(row["client"], []).append(str(row["spec"]))
+    assert any(len(set(each)) > 1 for each in sizes.values()) == shrinks
+    says = "measured has no effect with overlap, where measured times contain waits for the uplink"
+    assert (says in run.summary["warnings"]) == (not shrinks)
+    assert equal_replay(experiment(tmp_path / "run", fed_buff(buffer_size=2, submodel=select), **options), run)
 
 
 def test_sizes_by_measured_times_replay(tmp_path):

@@ -45,6 +45,8 @@ Sized = tuple[Any, int]
 
 _TOKENS_OF = 64
 """Number of training samples of which the tokens are counted."""
+_NO_TARGET = -100
+"""Target of a token that the loss leaves out, as torch's cross-entropy has it."""
 _MOST_MEASURED = 2000
 """Number of training samples on which the global model is measured if there are neither test nor validation samples."""
 _MOST_KEPT = 10_000
@@ -370,12 +372,15 @@ class FederatedData:
         return owned_generators(dataset, collate) if self._rules.reseeds_data else []
 
     def tokens_per_sample(self) -> float | None:
-        """Return the mean number of tokens of the first training samples of a language model; None for other models."""
-        num = min(_TOKENS_OF, len(self._dataset))
+        """Return the mean number of tokens of some training samples of a language model; None for other models.
+
+        The samples are evenly spaced over the data set, in which the longest may come first.
+        """
+        length, num = len(self._dataset), min(_TOKENS_OF, len(self._dataset))
         with undisturbed():
             if tokens_in(self.example_batch()) is None:
                 return None
-            return (tokens_in(self.example_batch(num)) or 0) / num
+            return (tokens_in(self.fetch(torch.tensor([i * length // num for i in range(num)]))) or 0) / num
 
     def example_batch(self, n: int = 2) -> Any:
         """Return the first ``n`` samples of the training set as one batch."""
@@ -478,9 +483,10 @@ class FederatedData:
 
 
 def tokens_in(batch: object) -> int | None:
-    """Return the tokens of a language model's batch, without padding that its mask tells; None for batches of other models.
+    """Return the number of tokens in a language model's batch, without padding; None for batches of other models.
 
-    Such a batch has a target for each token: ``(tokens, targets)``, or ``input_ids`` and ``labels`` by name.
+    Such a batch has a target for each token: ``(tokens, targets)``, or ``input_ids`` and ``labels`` by name. Without a mask
+    the padding of a row is what follows the last of its tokens that has a target.
     """
     mask: object = None
     if isinstance(batch, Mapping):
@@ -492,8 +498,10 @@ def tokens_in(batch: object) -> int | None:
     for part in (tokens, targets):
         if not isinstance(part, torch.Tensor) or part.dim() != 2 or part.is_floating_point():
             return None
-    assert isinstance(tokens, torch.Tensor)
-    return int((mask != 0).sum()) if isinstance(mask, torch.Tensor) else tokens.numel()
+    if isinstance(mask, torch.Tensor):
+        return int((mask != 0).sum())
+    assert isinstance(targets, torch.Tensor)
+    return int((torch.arange(1, targets.shape[1] + 1) * (targets.cpu() != _NO_TARGET)).amax(1).sum())
 
 
 def _num_bytes(fetch: Fetch, num_samples: int) -> int:

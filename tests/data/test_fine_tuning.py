@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from raafl.data import FineTuning
+from raafl.data import FederatedData, FineTuning, Iid
 from raafl.data.fine_tuning import IGNORED, chat, encoder, pack
 from raafl.data.tokens import SPECIAL, byte_tokenizer
 from raafl.errors import BadInput
@@ -185,3 +185,11 @@ def test_packed_rows_have_the_loss_of_their_examples_apart(tmp_path):
     torch.testing.assert_close(one, three)  # both are means over the same tokens
     spoilt = next(iter(packed.train_dataloader())) | {"position_ids": torch.arange(32)[None]}
     assert not torch.allclose(module.training_step(spoilt, 0), three, atol=1e-3)
+
+
+@pytest.mark.parametrize("padding", ["max_length", "longest"])
+def test_tokens_of_a_sample_are_without_padding_and_not_those_of_the_longest(tmp_path, padding):
+    path = lines(tmp_path / "texts.jsonl", [{"text": "a" * (1 + number % 10)} for number in range(640)])
+    data = FederatedData(FineTuning(path, "bytes", max_length=32, padding=padding), Iid(), 2)
+    own = [len(data.datamodule.train[row]["input_ids"]) for row in range(len(data.datamodule.train))]
+    assert data.tokens_per_sample() == pytest.approx(sum(own) / len(own), rel=0.15)

@@ -356,6 +356,8 @@ def test_tokens_of_a_batch_leave_out_padding_and_other_models_have_none():
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     assert tokens_in((tokens, tokens)) == 10
     assert tokens_in({"input_ids": tokens, "labels": tokens, "attention_mask": mask}) == 8
+    targets = torch.tensor([[-100, 1, -100, -100, -100], [-100, 1, -100, 1, -100]])  # of a chat, padded, without a mask
+    assert tokens_in({"input_ids": tokens, "labels": targets}) == tokens_in((tokens, targets)) == 2 + 4
     classes = torch.zeros(2, dtype=torch.int64)
     assert tokens_in((tokens, mask, classes)) is tokens_in((tokens.float(), classes)) is tokens_in(tokens) is None
     assert tokens_in({"input_ids": tokens, "labels": classes}) is None

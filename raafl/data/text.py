@@ -276,8 +276,9 @@ class TextFolder(TrainTestData):
     """Data module of the text files in a folder, cut into windows of tokens, for training a language model.
 
     A sample is `(tokens, targets)`, both int64 of shape `(length,)`; the loss counts every token. The last windows of
-    each file are held out for tests. `raafl.data.ByColumn("speaker")` makes each file a client. Tokens are computed
-    once per machine and shared by its processes.
+    each file are held out for tests. `raafl.data.ByColumn("speaker")` makes each file a client; its value is the file's
+    name, or where two files have the same name, the path of each below the folder. Tokens are computed once per machine
+    and shared by its processes.
 
     Args:
         path: folder with the texts in UTF-8; `package:NAME/FOLDER` = a folder of an installed Python package.
@@ -331,13 +332,22 @@ class TextFolder(TrainTestData):
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
         )
         bounds = starts.tolist()
-        texts = ((file.name, tokens[start:end]) for file, start, end in zip(files, bounds, bounds[1:], strict=False))
+        pieces = (tokens[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        texts = zip(self._names(files), pieces, strict=True)
         sets = windows_of(texts, self.length, self.test_share)
         if sets is None:
             raise BadInput(
                 f"TextFolder: none of the {len(files)} files of {self.path} has 2 windows of {self.length} tokens: lower length"
             )
         self._set(*sets)
+
+    def _names(self, files: list[Path]) -> list[str]:
+        """Return a unique name for each file: paths, where names repeat, since files of one name would be one client."""
+        names = [file.name for file in files]
+        if len(set(names)) == len(names):
+            return names
+        folder = Path(package_folder(self.path, "path"))
+        return [file.relative_to(folder).as_posix() for file in files]
 
     def _files(self) -> list[Path]:
         folder = Path(package_folder(self.path, "path"))

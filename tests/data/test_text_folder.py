@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.commands.cli import main
-from raafl.data import TextFolder
+from raafl.data import ByColumn, FederatedData, TextFolder
 from raafl.errors import BadInput
 from tests.habits.source import ROOT
 
@@ -38,6 +38,18 @@ def test_windows_lie_within_a_file_and_the_last_of_each_are_held_out(tmp_path):
     x, y = module.test.gather(torch.arange(2))
     assert spelled(module, x) == ["ghi", "nop"] and spelled(module, y) == ["hi<|end|>", "opq"]
     assert module.test.speaker == ["amy.txt", "cat.txt"]
+
+
+def test_files_of_one_name_in_several_folders_are_several_clients(tmp_path):
+    for folder in ("amy", "bob", "cat"):
+        write(tmp_path / "texts" / folder, notes="abcdefghi")
+    data = FederatedData(TextFolder(str(tmp_path / "texts"), length=3), ByColumn("speaker"), 3)
+    assert data.datamodule.train.speaker[::2] == ["amy/notes.txt", "bob/notes.txt", "cat/notes.txt"]
+    assert data.sizes == [2, 2, 2]
+    write(tmp_path / "texts" / "amy" / "more", text="abcdefghi")  # in one folder alone, a name is enough
+    module = TextFolder(str(tmp_path / "texts" / "amy"), length=3)
+    module.setup()
+    assert module.test.speaker == ["text.txt", "notes.txt"]
 
 
 def test_a_changed_file_is_read_again(tmp_path):

@@ -71,9 +71,20 @@ class Partition(ABC):
         """Draw the rows of the training set on which the global model is validated, ascending int64; none if the share is 0.
 
         Raises:
-            BadInput: `validation_share` is out of range.
+            BadInput: `validation_share` is out of range, or so small that it is no sample, since the test set would be
+                used instead.
         """
-        return _divided(num_samples, self.validation_share, "validation_share", (seed, num_samples))[1]
+        drawn = _divided(num_samples, self.validation_share, "validation_share", (seed, num_samples))[1]
+        if self.validation_share and not len(drawn):
+            raise BadInput(
+                f"partition.validation_share is {self.validation_share}, which is no sample of {num_samples}: give "
+                + (
+                    f"{math.ceil(1e4 / num_samples) / 1e4:g} or more"
+                    if num_samples > 1
+                    else "0, as it takes two samples"
+                )
+            )
+        return drawn
 
     def split(
         self,

@@ -96,6 +96,14 @@ def test_validation_rows_depend_on_the_seed_and_follow_the_labels():
     )
 
 
+@pytest.mark.parametrize(("num", "says"), [(49, "give 0.0205 or more"), (1, "give 0, as it takes two samples")])
+def test_a_validation_share_of_less_than_a_sample_is_refused_and_the_test_set_stays_unseen(num, says):
+    with pytest.raises(BadInput, match=f"partition.validation_share is 0.01, which is no sample of {num}: {says}"):
+        FederatedData(Module(tensors(num)), Iid(validation_share=0.01), 1)
+    data = FederatedData(Module(tensors(50)), Iid(validation_share=0.01), 1)
+    assert [count for _, count in data.test_batches()] == [1] and data.sizes == [49]
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_validation_share_out_of_range_is_named(share):
     with pytest.raises(BadInput, match=f"partition.validation_share is {share}: give at least 0"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from raafl.lab.compare.comparison import Comparison
 from raafl.lab.compare.runs import Outcome, made_by
 from raafl.lab.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to
 from raafl.rules import CURRENT, recorded_revision
-from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, METRICS, TESTED, Summary
+from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, MERGED, METRICS, TESTED, Summary
 from raafl.runfolder.seals import file_digest
 
 COLUMNS = (
@@ -89,12 +89,11 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     }
     if (summary.get("batched") or {}).get("mode") == "fast":
         known["batch_clients"] = "fast"
-    return (
-        known
-        | _costs(summary)
-        | {"energy_kj": energy_kj(outcome.folder, config)}
-        | _clients(outcome.folder, comparison)
-    )
+    known |= _costs(summary)
+    versions = versions_of_clients(outcome.folder)
+    if any(versions.get(client, 0) != count for client, count in known["merged"].items()):
+        known["took_part"] = versions
+    return known | {"energy_kj": energy_kj(outcome.folder, config)} | _clients(outcome.folder, comparison)
 
 
 def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
@@ -127,20 +126,30 @@ def _costs(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
-    """Summarise the clients' last evaluations on their own test data.
-
-    The result has the means of all metrics, weighted by samples, and the worst client's value of the comparison's
-    metric; none of a metric that is not finite for a client.
-    """
-    last: dict[str, dict[str, str]] = {}
+def _merged_rows(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a run's clients.csv whose updates were merged."""
     with (folder / CLIENTS).open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row.get(TESTED + comparison.metric):
-                last[row["client"]] = row
+        yield from (row for row in csv.DictReader(file) if row["outcome"] == MERGED)
+
+
+def versions_of_clients(folder: Path) -> dict[str, int]:
+    """Count the versions in which each client took part, by client; several of its updates in one version count once."""
+    versions: dict[str, set[str]] = {}
+    for row in _merged_rows(folder):
+        versions.setdefault(row["client"], set()).add(row["merged_version"])
+    return {client: len(some) for client, some in versions.items()}
+
+
+def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
+    """Summarise the clients' evaluations on their own test data, of each client's last merged update.
+
+    The result has the means of all metrics, weighted by training and test samples as in the run's own summary, and the
+    worst client's value of the comparison's metric; none of a metric that is not finite for a client.
+    """
+    last = {row["client"]: row for row in _merged_rows(folder) if row.get(TESTED + comparison.metric)}
     if not last:
         return {"clients_mean": None, "worst_client": None}
-    sizes = [float(row["num_samples"]) for row in last.values()]
+    sizes = [float(row["num_samples"]) + float(row.get(f"{TESTED}num_samples") or 0) for row in last.values()]
     names = [name for name in next(iter(last.values())) if name.startswith(TESTED)]
     means = {
         name.removeprefix(TESTED): sum(size * float(row[name]) for size, row in zip(sizes, last.values(), strict=True))
@@ -255,7 +264,9 @@ def gaining(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> 
 
 
 def _rates(run: Mapping[str, Any]) -> dict[str, float]:
-    return {client: count / run["versions"] for client, count in run["merged"].items()}
+    """Return the share of a run's versions in which each client took part; results of older raafl have updates only."""
+    counts = run.get("took_part", run["merged"])
+    return {client: counts.get(client, 0) / run["versions"] for client in run["merged"]}
 
 
 def _values(items: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from raafl.lab.compare.comparison import Comparison
-from raafl.lab.compare.results import _clients, _last_before, gains, measure, summarize, with_holm
+from raafl.lab.compare.results import _clients, _last_before, gains, measure, summarize, versions_of_clients, with_holm
 from raafl.lab.compare.runs import Outcome, Run, _sentence
 from raafl.runfolder.append_file import to_json
 from raafl.runfolder.events import read_summary
@@ -27,14 +27,21 @@ def test_a_seed_that_failed_counts_as_one_that_never_got_there():
 
 @pytest.mark.parametrize(("maximize", "worst"), [(False, 0.9), (True, 0.2)])
 def test_the_worst_client_is_worst_in_the_metrics_own_direction(tmp_path, maximize, worst):
-    rows = [(1, 10, 5.0, 0.5), (1, 10, 0.2, 0.7), (2, 30, 0.9, "")]
-    names = ["client", "num_samples", TESTED + "loss", TESTED + "f1"]
+    rows = [
+        (1, 8, "merged", 5.0, 0.5, 2),
+        (1, 8, "merged", 0.2, 0.7, 2),
+        (1, 8, "unused", 0.1, 0.7, 2),  # as in the run's own mean, only merged updates count, and all samples
+        (2, 20, "merged", 0.9, "", 10),
+        (2, 20, "refused:outlier", 9.0, "", 10),
+    ]
+    names = ["client", "num_samples", "outcome", TESTED + "loss", TESTED + "f1", TESTED + "num_samples"]
     with (tmp_path / CLIENTS).open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([names, *rows])
     found = _clients(tmp_path, replace(LOSS, maximize=maximize))
     assert found["worst_client"] == worst
-    assert found["clients"] == {"loss": pytest.approx((10 * 0.2 + 30 * 0.9) / 40)}  # f1 is not there for all
+    assert found["clients_mean"] == pytest.approx((10 * 0.2 + 30 * 0.9) / 40)
+    assert set(found["clients"]) == {"loss", "num_samples"}  # f1 is not there for all
 
 
 def test_clients_gain_by_their_share_of_the_merges():
@@ -46,6 +53,20 @@ def test_clients_gain_by_their_share_of_the_merges():
     }
     found = gains(runs, "A")
     assert found["A"] is None and found["B"]["mean"] == 0.5 and found["C"] is None
+
+
+def test_two_updates_of_a_client_in_one_merge_are_one_share_of_the_merges(tmp_path):
+    """A buffer takes two updates of client 1 in each of its 2 merges; in rounds it is in 3 of 3, and so gains nothing."""
+    rows = "".join(f"{client},merged,{version}\n" for version in (1, 2) for client in (1, 1, 2) if version + client < 4)
+    (tmp_path / CLIENTS).write_text(f"client,outcome,merged_version\n{rows}1,unused,2\n2,lost:left,2\n")
+    took_part = versions_of_clients(tmp_path)
+    assert took_part == {"1": 2, "2": 1}
+    runs = {
+        "buffer": [{"seed": 0, "versions": 2, "merged": {"1": 4, "2": 1, "3": 0}, "took_part": took_part}],
+        "rounds": [{"seed": 0, "versions": 3, "merged": {"1": 3, "2": 3, "3": 3}}],
+    }
+    assert gains(runs, "buffer")["rounds"]["mean"] == pytest.approx(2 / 3)  # clients 2 and 3
+    assert gains(runs, "rounds")["buffer"]["mean"] == 0.0  # 4 updates in 2 merges are no share of 2
 
 
 def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
@@ -75,7 +96,7 @@ def test_another_metric_that_is_not_finite_is_left_out(tmp_path):
     (tmp_path / METRICS).write_text(
         "version,time_s,bytes_up,bytes_down,loss,perplexity\n0,0.0,0,0,nan,nan\n1,1.0,1,1,800.0,inf\n"
     )
-    (tmp_path / CLIENTS).write_text(f"client,num_samples,{TESTED}loss\n")
+    (tmp_path / CLIENTS).write_text(f"client,num_samples,outcome,{TESTED}loss\n")
     (tmp_path / CONFIG).write_text("clients: 1\n")
     (tmp_path / JOURNAL).write_text("")
     run = Run("A", "quickstart", (), 0, "d", (None, None), "f")
@@ -88,7 +109,7 @@ def test_another_metric_that_is_not_finite_is_left_out(tmp_path):
 
 def test_a_metric_that_is_not_finite_for_a_client_has_no_mean_and_no_worst_client(tmp_path):
     (tmp_path / CLIENTS).write_text(
-        f"client,num_samples,{TESTED}loss,{TESTED}f1\n1,10,nan,0.5\n2,10,0.7,0.7\n3,10,0.2,0.9\n"
+        f"client,num_samples,outcome,{TESTED}loss,{TESTED}f1\n1,10,merged,nan,0.5\n2,10,merged,0.7,0.7\n3,10,merged,0.2,0.9\n"
     )
     found = _clients(tmp_path, LOSS)
     assert found == {"clients": {"f1": pytest.approx(0.7)}, "clients_mean": None, "worst_client": None}

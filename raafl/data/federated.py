@@ -45,8 +45,6 @@ Sized = tuple[Any, int]
 
 _TOKENS_OF = 64
 """Number of training samples of which the tokens are counted."""
-_NO_TARGET = -100
-"""Target of a token that the loss leaves out, as torch's cross-entropy has it."""
 _MOST_MEASURED = 2000
 """Number of training samples on which the global model is measured if there are neither test nor validation samples."""
 _MOST_KEPT = 10_000
@@ -372,10 +370,7 @@ class FederatedData:
         return owned_generators(dataset, collate) if self._rules.reseeds_data else []
 
     def tokens_per_sample(self) -> float | None:
-        """Return the mean number of tokens of some training samples of a language model; None for other models.
-
-        The samples are evenly spaced over the data set, in which the longest may come first.
-        """
+        """Return the mean number of tokens of evenly spaced training samples of a language model; None for other models."""
         length, num = len(self._dataset), min(_TOKENS_OF, len(self._dataset))
         with undisturbed():
             if tokens_in(self.example_batch()) is None:
@@ -498,10 +493,9 @@ def tokens_in(batch: object) -> int | None:
     for part in (tokens, targets):
         if not isinstance(part, torch.Tensor) or part.dim() != 2 or part.is_floating_point():
             return None
-    if isinstance(mask, torch.Tensor):
-        return int((mask != 0).sum())
     assert isinstance(targets, torch.Tensor)
-    return int((torch.arange(1, targets.shape[1] + 1) * (targets.cpu() != _NO_TARGET)).amax(1).sum())
+    counted = mask != 0 if isinstance(mask, torch.Tensor) else (targets != -100).flip(1).cumsum(1) > 0
+    return int(counted.sum())
 
 
 def _num_bytes(fetch: Fetch, num_samples: int) -> int:

@@ -11,6 +11,7 @@ import urllib.request
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -332,7 +333,7 @@ class TextFolder(TrainTestData):
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
         )
         bounds = starts.tolist()
-        pieces = (tokens[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        pieces = (tokens[start:end] for start, end in pairwise(bounds))
         texts = zip(self._names(files), pieces, strict=True)
         sets = windows_of(texts, self.length, self.test_share)
         if sets is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +32,9 @@ from raafl.submodel import FlatTensors
 
 if TYPE_CHECKING:
     from raafl.config.targets import Target
+    from raafl.core.state import PendingUpdate
+
+    Figures = Mapping[str, float | None]
 
 
 _text_of = lru_cache(maxsize=1024)(str)
@@ -198,20 +201,20 @@ class RunRecord:
             }
         return row
 
-    def due(self, version: int, now: float, more: Mapping[str, float | None] | None = None) -> None:
+    def due(self, version: int, now: float, more: Figures | None = None, waiting: Iterable[PendingUpdate] = ()) -> None:
         """Store the run's counters for the moment at which a version is queued for evaluation; its metrics come later."""
-        self._due[version] = {**self._figures(version, now), **(more or {})}
+        self._due[version] = {**self._figures(version, now, waiting), **(more or {})}
         self.figures.logged.close(version)
 
     def awaits(self, version: int) -> bool:
         """Check whether a version is queued for an evaluation that has not ended."""
         return version in self._due
 
-    def _figures(self, version: int, now: float) -> dict[str, float | None]:
+    def _figures(self, version: int, now: float, waiting: Iterable[PendingUpdate]) -> dict[str, float | None]:
         merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()
         measured = memory["measured_bytes"]  # a simulation measures no memory, and its table lacks the column
         figures: RunFigures = {
-            "utilisation": self._utilisation(now),
+            "utilisation": self._utilisation(now, waiting),
             "participation": self.figures.mean_participation(version, num_clients),
             "staleness": self._staleness_sum / merged if merged else 0.0,
             "coverage": self.figures.coverage()["mean"],
@@ -226,9 +229,10 @@ class RunRecord:
             figures["tokens_per_s"] = tokens[1]
         return {**self.figures.clients(), **cast(dict[str, float | None], figures)}
 
-    def _utilisation(self, now: float) -> float:
+    def _utilisation(self, now: float, waiting: Iterable[PendingUpdate] = ()) -> float:
         """Compute the utilisation RU: seconds of all tasks / (N * elapsed seconds); Co-S2P paper, eq. 12."""
-        busy = self._busy_s + self.figures.working_s(now)
+        ended = {item.update.assignment: item.update.train_s for item in waiting}  # ended, but not settled
+        busy = self._busy_s + self.figures.working_s(now, ended)
         return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
 
     @property

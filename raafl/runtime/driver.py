@@ -157,7 +157,8 @@ class Driver(ABC):
                 self._set_timer(id, at)
             case Evaluate(version) if self.evaluator is not None:
                 now = self.now
-                self.record.due(version, now, {**self.hooks.figures(self.coordinator.state), **self._figures()})
+                state = self.coordinator.state
+                self.record.due(version, now, {**self.hooks.figures(state), **self._figures()}, state.waiting)
                 self._measure(version, now)
             case Dismiss(client, incarnation, reason, error):
                 self._dismiss(client, incarnation, reason)

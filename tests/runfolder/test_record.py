@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model_zoo import MLP
-from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
+from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_compass, fed_opt, fed_prox, fed_raa
 from raafl.config.targets import Target
 from raafl.core.algorithm import Local, Training
 from raafl.core.types import Arrived, Update
@@ -141,6 +141,21 @@ def test_utilisation_of_a_client_that_left(tmp_path):
     # the first round ends when the second client is lost, 1.5 s; then two rounds of 1 s alone
     assert run.summary["time_s"] == pytest.approx(3.5)
     assert run.summary["utilisation"] == pytest.approx((3 * 1 + 1.5) / (2 * 3.5))
+
+
+def test_utilisation_does_not_count_the_wait_for_a_groups_merge_while_another_is_measured(tmp_path):
+    """FedCompass merges one group while the updates of another wait; what is measured then are the tasks' own seconds."""
+    run = finish(experiment(tmp_path / "r", fed_compass(2, 6), clients=5, max_updates=30, eval_every=1))
+    begun = {event["id"]: event["time_s"] for event in run.events("assigned")}
+    ended = {event["assignment"]: event["time_s"] for event in run.events("arrived")}
+    merged_at = {int(row["assignment"]): int(row["merged_version"]) for row in run.rows() if row["outcome"] == "merged"}
+    some_wait = False
+    for row in run.rows("metrics.csv")[1:]:
+        now = float(row["time_s"])
+        busy = sum(min(ended.get(task, now), now) - at for task, at in begun.items() if at <= now)
+        assert float(row["utilisation"]) == pytest.approx(busy / (5 * now))
+        some_wait |= any(at < now and merged_at.get(task, 0) > int(row["version"]) for task, at in ended.items())
+    assert some_wait
 
 
 # ---- the record by itself ----

@@ -33,9 +33,10 @@ class Classifier(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return and log the mean loss and accuracy of a batch, and top-5 accuracy if there are more than 5 classes.
 
-        Log macro F1.
+        Log macro F1. The loss is computed at least in float32: in bfloat16 it would have three digits.
         """
         logits, y = self._logits_and_labels(batch)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         metrics = {"loss": F.cross_entropy(logits, y), "accuracy": accuracy(logits, y)}
         if logits.shape[-1] > 5:
             metrics["top5_accuracy"] = accuracy(logits, y, 5)

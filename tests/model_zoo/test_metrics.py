@@ -80,6 +80,14 @@ def test_metrics_of_a_classifier_are_those_of_the_whole_set_whatever_the_batches
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_of_a_classifier_in_half_precision_has_all_its_digits(dtype):
+    logits, labels = samples()
+    logits = logits.to(dtype)
+    expected = nn.functional.cross_entropy(logits.double(), labels).item()
+    assert evaluated(Given().to(dtype), logits, labels, sizes=[10, 10, 3])["loss"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_five_classes_have_no_top_5():
     logits, labels = samples()
     assert "top5_accuracy" not in evaluated(Given(), logits[:, :5], labels % 5, sizes=[23])

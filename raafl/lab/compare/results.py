@@ -295,6 +295,8 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def energy_kj(folder: Path, config: Mapping[str, Any]) -> float | None:
     """Estimate the energy in kilojoules that the clients of a run used for finished tasks, including transfers.
 
+    It is the most that devices may draw: their power times the time in which they worked or sent.
+
     Returns:
         The energy; None if the power of a client's device is unknown.
     """
@@ -305,10 +307,20 @@ def energy_kj(folder: Path, config: Mapping[str, Any]) -> float | None:
     power = [watts(profile.name) for profile in assign(found, config["clients"])]
     if None in power:
         return None
+    return sum((power[client - 1] or 0.0) * busy_s for client, busy_s in _busy_s(folder)) / 1e3
+
+
+def _busy_s(folder: Path) -> Iterator[tuple[int, float]]:
+    """Yield client and seconds of each finished task, without those in which the client's task before went on, too.
+
+    With `overlap` a client trains its next task while its last update travels.
+    """
+    until_s: dict[int, float] = {}  # by client: end of its tasks so far
     with (folder / CLIENTS).open(newline="") as file:
-        joules = sum(
-            (power[int(row["client"]) - 1] or 0.0) * float(row["train_s"])
-            for row in csv.DictReader(file)
-            if row["train_s"]
-        )
-    return joules / 1e3
+        rows = [row for row in csv.DictReader(file) if row["train_s"]]
+    for row in sorted(rows, key=lambda row: float(row["assigned_s"] or 0)):
+        client, begin_s, took_s = int(row["client"]), float(row["assigned_s"] or 0), float(row["train_s"])
+        shared_s = min(until_s.get(client, 0.0) - begin_s, took_s)
+        # times in the table are rounded, so that the next task may seem to begin a little early
+        yield client, took_s - (shared_s if shared_s > 1e-9 * (1 + begin_s) else 0.0)
+        until_s[client] = max(until_s.get(client, 0.0), begin_s + took_s)

@@ -10,7 +10,16 @@ from dataclasses import replace
 import pytest
 
 from raafl.lab.compare.comparison import Comparison
-from raafl.lab.compare.results import _clients, _last_before, gains, measure, summarize, versions_of_clients, with_holm
+from raafl.lab.compare.results import (
+    _clients,
+    _last_before,
+    energy_kj,
+    gains,
+    measure,
+    summarize,
+    versions_of_clients,
+    with_holm,
+)
 from raafl.lab.compare.runs import Outcome, Run, _sentence
 from raafl.runfolder.append_file import to_json
 from raafl.runfolder.events import read_summary
@@ -80,6 +89,14 @@ def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
     smooth = replace(LOSS, smooth=2)
     found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), smooth, tmp_path)
     assert found["error"] == "loss is not finite in one of the last 2 evaluations, of which `smooth` takes the mean"
+
+
+def test_a_client_that_trains_while_it_sends_draws_its_power_once(tmp_path):
+    """Client 1 works from 0 to 5 s and from 6 to 8 s, client 2 from 0 to 2 s: 7 s and 2 s at 60 W."""
+    tasks = ["1,0.0,3.0,merged", "2,0.0,2.0,merged", "1,2.0,3.0,merged", "1,6.0,2.0,unused", "1,7.0,,lost:left"]
+    (tmp_path / CLIENTS).write_text("\n".join(["client,assigned_s,train_s,outcome", *tasks]) + "\n")
+    config = {"devices": [{"name": "jetson-agx-orin"}], "clients": 2}
+    assert energy_kj(tmp_path, config) == pytest.approx(60 * (7 + 2) / 1e3)
 
 
 def test_another_metric_that_is_not_finite_is_left_out(tmp_path):

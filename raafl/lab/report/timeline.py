@@ -231,7 +231,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
         "Shares of the time from the start to the end. Transfer is what a device's links take for the bytes of its tasks, by"
         " its profile; training is the rest of a task, which includes tests on a client's own samples. A task whose links vary,"
         " or in real time have no profile, is not divided. Work that was not merged was lost, refused, not used, or under way at"
-        " the end."
+        " the end. With overlap, what a client does while its last update travels counts as that update's task."
     ) + _others(left_out)
     many = any(len(run.client_ids()) > _MAX_LANES for _, run in runs)
     note += f" More than {_MAX_LANES} clients are drawn as {_BANDS} bands of clients of similar speed." if many else ""
@@ -330,6 +330,20 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
     return times[place] if place < len(times) else otherwise
 
 
+def _counts_from_s(intervals: TaskIntervals) -> Numbers:
+    """Return the second from which each task counts, so that no second of a client counts twice.
+
+    With `overlap` a client trains its next task while its last update travels.
+    """
+    counts, until_s = intervals.start_s.copy(), dict[int, float]()
+    for task in np.lexsort((intervals.stop_s, intervals.start_s)).tolist():
+        client, stop_s = int(intervals.client[task]), float(intervals.stop_s[task])
+        before_s = until_s.get(client, 0.0)
+        counts[task] = min(max(float(counts[task]), before_s), stop_s)
+        until_s[client] = max(before_s, stop_s)
+    return counts
+
+
 def uses(run: RecordedRun, intervals: TaskIntervals) -> dict[int, dict[str, float]]:
     """Compute how many seconds of the run each client spent on training, transfers, waiting and the other `USES` of time.
 
@@ -338,7 +352,7 @@ def uses(run: RecordedRun, intervals: TaskIntervals) -> dict[int, dict[str, floa
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
-    lasted = np.clip(intervals.stop_s, None, end_s) - np.clip(intervals.start_s, None, end_s)
+    lasted = np.clip(intervals.stop_s, None, end_s) - np.clip(_counts_from_s(intervals), None, end_s)
     transfers = transfer_s(run)
     for client, kind, row, seconds in zip(
         intervals.client.tolist(), intervals.kind.tolist(), intervals.row.tolist(), lasted.tolist(), strict=True
@@ -402,13 +416,14 @@ def busy_share(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges
     """Compute the share, 0 to 1, of each time interval that a group of clients spent in tasks, `(groups, len(edges) - 1)`."""
     band_of = {client: band for band, members in enumerate(clients) for client in members}
     bands = np.array([band_of.get(client, -1) for client in intervals.client.tolist()], np.int64)
+    start_s = _counts_from_s(intervals)
     shares = np.zeros((len(clients), len(edges) - 1))
     widths = np.diff(edges)
     for band, members in enumerate(clients):
         mine = bands == band
         worked = np.zeros(len(edges))
         for edge in range(len(edges)):  # seconds of work, summed over clients, until each edge of the bins
-            until = np.minimum(intervals.stop_s[mine], edges[edge]) - np.minimum(intervals.start_s[mine], edges[edge])
+            until = np.minimum(intervals.stop_s[mine], edges[edge]) - np.minimum(start_s[mine], edges[edge])
             worked[edge] = until.sum()
         shares[band] = np.diff(worked) / (widths * max(len(members), 1))
     return np.clip(shares, 0.0, 1.0)

@@ -65,6 +65,19 @@ def test_waiting_is_presence_without_a_task(tmp_path):
     assert (spent[2][WAIT], spent[2][NOTHING], spent[2][AWAY]) == (2.0, 1.0, 2.0)
 
 
+def test_a_second_in_which_a_client_trains_and_sends_counts_once(tmp_path):
+    """Client 1 has its second task 1.5 s before its first update is there, and its third, not used, 2 s before the second's."""
+    first, second, third = ({**task} for task in (TASKS[0], TASKS[2], TASKS[4]))
+    second |= {"assigned_s": 2.5, "train_s": 6.5}
+    third |= {"assigned_s": 7.0}
+    run = read(write(tmp_path / "run", tasks=[first, TASKS[1], second, TASKS[3], third]))
+    found = task_intervals(run)
+    assert [row[1:3] for row in by_client(run)[:3]] == [(0.0, 4.0), (2.5, 9.0), (7.0, 10.0)]
+    assert uses(run, found)[1] == pytest.approx({TRAIN: 3, TRANSFER: 6, TASK: 0, NOTHING: 1, WAIT: 0, AWAY: 0})
+    edges = np.array([0.0, 2.0, 8.0, 10.0])
+    assert busy_share(found, [[1, 2]], edges)[0] == pytest.approx([1.0, (6 + 4) / 12, 1.0])  # client 2 is away for 2 s
+
+
 def test_a_task_in_real_time_over_links_of_unknown_speed_is_not_divided(tmp_path):
     real = [{**EVENTS[0], "runtime": "distributed"}, *EVENTS[1:]]
     run = read(write(tmp_path / "run", events=real))

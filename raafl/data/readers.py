@@ -327,6 +327,26 @@ def _line_fault(line: str) -> str | None:
     return 'is not a JSON object: give one sample on each line, such as {"text": ..., "label": 0}'
 
 
+def whole_labels(values: Any, path: str, column: str) -> npt.NDArray[np.int64]:
+    """Return the labels of a data set as int64, shape `(samples,)`.
+
+    Raises:
+        BadInput: one is no whole number; rounding would make another class of it.
+    """
+    found = np.asarray(values)
+    for row, value in enumerate(found.tolist()):
+        try:
+            is_whole = int(value) == float(value)
+        except (TypeError, ValueError, OverflowError):
+            is_whole = False
+        if not is_whole:
+            raise BadInput(
+                f"the data set '{path}' has no whole number in row {row} of column '{column}' ({type(value).__name__}): give "
+                "each sample a class from 0, by class_encode_column of `datasets`, for instance, or name another label_column"
+            )
+    return found.astype(np.int64)
+
+
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:
     """Return the rows of one split, after a check that it has the required columns.
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from raafl.data import readers
 from raafl.data.loaders import GatherDataset
-from raafl.data.readers import load_splits, rows_of
+from raafl.data.readers import load_splits, rows_of, whole_labels
 from raafl.errors import BadInput, at_least, installing, one_line
 from raafl.lean_import import import_lightning
 
@@ -293,8 +293,8 @@ class HuggingFace(TrainTestData):
         rows = rows_of(splits, self.path, split, self.image_column, self.label_column)
 
         def build() -> readers.Arrays:
-            labels = np.asarray(rows.with_format("numpy")[self.label_column][:])
-            return readers.stack_images(rows[self.image_column][:]), labels.astype(np.int64)
+            labels = whole_labels(rows.with_format("numpy")[self.label_column][:], self.path, self.label_column)
+            return readers.stack_images(rows[self.image_column][:]), labels
 
         facts = [self.path, rows._fingerprint, self.image_column, self.label_column]
         images, labels = readers.cached(facts, readers.data_root(None), f"hf-{split}", build)

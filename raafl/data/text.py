@@ -21,7 +21,7 @@ import torch
 
 from raafl.atomic_file import atomic_file
 from raafl.data import readers
-from raafl.data.readers import load_splits, rows_of
+from raafl.data.readers import load_splits, rows_of, whole_labels
 from raafl.data.sources import DOWNLOAD_TIMEOUT_S, TrainTestData, held_out
 from raafl.data.tokens import TensorTokens, Tokenizer, load_tokenizer, package_folder, windows_of
 from raafl.errors import BadInput, at_least, installing, one_line
@@ -264,8 +264,8 @@ def _split(splits: object, path: str, split: str, text_column: str, label_column
     rows = rows_of(splits, path, split, text_column, label_column)
 
     def read() -> tuple[list[str], Labels]:
-        labels = np.asarray(rows.with_format("numpy")[label_column][:])
-        return list(rows[text_column][:]), labels.astype(np.int64)
+        labels = whole_labels(rows.with_format("numpy")[label_column][:], path, label_column)
+        return list(rows[text_column][:]), labels
 
     return _Rows([path, rows._fingerprint, text_column, label_column], read)
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from raafl.data import HuggingFaceText
 from raafl.data.readers import load_splits
 from raafl.errors import BadInput
 
@@ -60,3 +61,27 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path, ending):
     path.write_text(text, encoding="utf-8-sig")
     rows = load_splits(str(path), None)["train"]
     assert rows.column_names == ["text", "label"] and rows[0] == json.loads(GOOD)
+
+
+def with_labels(tmp_path, labels):
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels))
+    return HuggingFaceText(str(path), "words", test_split="train", max_length=2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "what"),
+    [([0, 2.7], "row 1 of column 'label' \\(float\\)"), ([0, None], "row 1"), (["bad", "good"], "row 0 .* \\(str\\)")],
+)
+def test_labels_are_not_rounded_to_classes(tmp_path, monkeypatch, labels, what):
+    monkeypatch.setenv("RAAFL_DATA", str(tmp_path / "data"))
+    with pytest.raises(BadInput, match=f"has no whole number in {what}.*give each sample a class from 0"):
+        with_labels(tmp_path, labels).setup()
+
+
+@pytest.mark.parametrize("labels", [[1.0, 0.0, 1.0], ["1", "0", "1"], [True, False, True], [1, 0, 1]])
+def test_whole_numbers_of_any_type_are_classes(tmp_path, monkeypatch, labels):
+    monkeypatch.setenv("RAAFL_DATA", str(tmp_path / "data"))
+    data = with_labels(tmp_path, labels)
+    data.setup()
+    assert data.train.labels.tolist() == [1, 0, 1]

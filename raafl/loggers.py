@@ -102,7 +102,6 @@ class Loggers(RunHooks):
         for outcome, num in record.outcomes.items():
             ends[kind_of(outcome)] += num
         figures = {
-            **{name: value for name, value in row.items() if name not in own},
             "time_s": now,
             "wall_s": record.wall_s,
             "num_updates": ends[MERGED],
@@ -110,6 +109,8 @@ class Loggers(RunHooks):
             "num_lost": ends[LOST],
             "bytes_up": record.bytes_up,
             "bytes_down": record.bytes_down,
+            # last: on the wall clock more bytes have travelled since the version was made, while it was measured
+            **{name: value for name, value in row.items() if name not in own},
         }
         measured = Measurements(version, {**metrics, **own}, figures, *self._since.take())
         for worker in self._workers:

@@ -19,6 +19,7 @@ from raafl.config import loggers as logger_specs
 from raafl.config.loggers import specs
 from raafl.data import Iid
 from raafl.errors import BadInput
+from raafl.runfolder.record import RunRecord
 from raafl.runtime.run import simulate
 from raafl.submodel import Submodels
 from tests.helpers.small_runs import experiment
@@ -124,6 +125,22 @@ def test_whatever_is_a_number_in_metrics_csv_is_logged(tmp_path):
     assert [row[times[0]] for row in rows] == [first if float(row["time_s"]) >= float(first) else "" for row in rows]
     assert float(first) > 0 and not any(row[times[1]] for row in rows)
     assert all(rows[-1][name] for name in rows[-1] if name != times[1])
+
+
+def test_bytes_are_those_of_the_version_though_more_travel_while_it_is_measured():
+    record, calls = RunRecord(None), []
+    record.moved(down=4, up=3)
+    record.due(1, 2.0)
+    record.moved(down=100, up=100)
+    record.evaluated(1, 2.0, {"accuracy": 0.5})
+    observer = loggers.Loggers(SimpleNamespace(record=record))
+    observer._workers = [SimpleNamespace(put=lambda call, counted: calls.append(call))]
+    observer._since = loggers.RecentUpdates()
+    observer.on_evaluate(1, 2.0, {"accuracy": 0.5})
+    logger = Noting()
+    calls[0](logger)
+    ((_, logged, step),) = logger.calls
+    assert (step, logged["time_s"], logged["bytes_down"], logged["bytes_up"]) == (1, 2.0, 4, 3)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ _LEFT = frozenset((*RESTORED, *_CACHES))
 _LIBRARIES = ("transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "torch")
 _NO_DATA = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 _SMALL_BYTES, _MANY = 1 << 24, 10_000
-"""Size and number of values up to which an attribute is taken for the state of a loss; copies share what is larger."""
+"""Size and number of values up to which an attribute is taken for the state of a loss; copies share what is larger.
+
+A process has about ten copies at once, however many clients it trains: one for each module that it keeps built."""
 
 
 @contextmanager
@@ -74,10 +76,14 @@ def state_of(trainer: Any) -> dict[str, Any]:
     """Return copies of the attributes that a loss may change in place: small containers, tensors, and records of these."""
     given, found = _given(trainer) | _LEFT, {}
     for name, value in vars(trainer).items():
-        changeable: set[int] = set()
-        if name not in given and _holds_data(value, changeable) and changeable:
+        changeable: dict[int, int] = {}
+        if name not in given and _holds_data(value, changeable) and changeable and _is_small(changeable):
             found[name] = value
     return copy.deepcopy(found)  # at once, so that what two attributes share is one object in the copies, too
+
+
+def _is_small(changeable: dict[int, int]) -> bool:
+    return sum(changeable.values()) <= _SMALL_BYTES
 
 
 def _given(trainer: Any) -> set[str]:
@@ -88,15 +94,16 @@ def _given(trainer: Any) -> set[str]:
     }
 
 
-def _holds_data(value: Any, seen: set[int]) -> bool:
-    """Check whether a value is data throughout, and not much; ``seen`` gets the ids of its parts that can change in place."""
+def _holds_data(value: Any, seen: dict[int, int]) -> bool:
+    """Check whether a value is data throughout, of few parts; ``seen`` gets the ids and bytes of those that change in place."""
     if value is None or isinstance(value, str | bytes | int | float | complex) or id(value) in seen:
         return True
     if isinstance(value, tuple | frozenset):
         return all(_holds_data(item, seen) for item in value)
-    seen.add(id(value))
+    seen[id(value)] = 0
     if isinstance(value, Tensor | np.ndarray):
-        return value.nbytes <= _SMALL_BYTES and getattr(value, "is_leaf", True)  # others have no copies
+        seen[id(value)] = value.nbytes
+        return bool(getattr(value, "is_leaf", True))  # others have no copies
     if isinstance(value, torch.Generator | random.Random | np.random.Generator | bytearray | Metric):
         return True
     parts: list[Any] = []
@@ -116,32 +123,52 @@ def _is_of_library(kind: type) -> bool:
     return kind is not types.SimpleNamespace and (package in _LIBRARIES or package in sys.stdlib_module_names)
 
 
-def modules_of(trainer: Any) -> tuple[str, ...]:
-    """Return the names of the attributes that are modules of the user's own, such as a teacher, which all copies share."""
+def shared_of(trainer: Any) -> tuple[str, ...]:
+    """Return the names of the attributes that all copies share and no step may change.
+
+    They are modules of the user's own, such as a teacher, and tensors that are too large to be copied.
+    """
     given = _given(trainer) | _LEFT
-    return tuple(
-        name
-        for name, value in vars(trainer).items()
-        if name not in given and isinstance(value, nn.Module) and not isinstance(value, Metric)
-    )
+    return tuple(name for name, value in vars(trainer).items() if name not in given and _is_shared(value))
+
+
+def _is_shared(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return not isinstance(value, Metric)
+    changeable: dict[int, int] = {}
+    return bool(_tensors_of(value)) and _holds_data(value, changeable) and not _is_small(changeable)
 
 
 @contextmanager
-def unchanged_modules(trainer: Any, names: tuple[str, ...]) -> Iterator[None]:
-    """Raise `BadInput` if the ``with`` block changes a parameter or buffer of the modules that a Trainer has under ``names``."""
+def unchanged(trainer: Any, names: tuple[str, ...]) -> Iterator[None]:
+    """Raise `BadInput` if the ``with`` block changes a tensor that a Trainer has under ``names``."""
     before = [_versions(getattr(trainer, name)) for name in names]
     yield
     for name, versions in zip(names, before, strict=True):
         now = _versions(getattr(trainer, name))
         if len(now) != len(versions) or any(map(_differs, versions, now)):
+            remedy = "keep what changes in buffers of the model"
+            if isinstance(getattr(trainer, name), nn.Module):
+                remedy = f"put it into eval mode if it only computes, or {remedy}"
+            else:
+                remedy = f"keep it below {_SMALL_BYTES >> 20} MiB, or {remedy}"
             raise BadInput(
-                f"{type(trainer).__name__}.{name} changes in a step, so it would carry over from client to client: put it "
-                "into eval mode if it only computes, or keep what changes in buffers of the model"
+                f"{type(trainer).__name__}.{name} changes in a step, so it would carry over from client to client: {remedy}"
             )
 
 
-def _versions(module: nn.Module) -> list[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in (*module.parameters(), *module.buffers())]
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a module, or of a tensor or a container of tensors, without what lies deeper."""
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    items = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
+    if not isinstance(items, list | tuple | deque) and not isinstance(value, dict):
+        return []
+    return [item for item in items if isinstance(item, Tensor)]
+
+
+def _versions(value: Any) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in _tensors_of(value)]
 
 
 def _differs(before: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:

@@ -23,10 +23,10 @@ from raafl.local.missing_steps import given_class, with_methods
 from raafl.local.trainer_attributes import (
     RESTORED,
     lent_attributes,
-    modules_of,
     restored_attributes,
+    shared_of,
     state_of,
-    unchanged_modules,
+    unchanged,
 )
 from raafl.local.training_arguments import ACCUMULATED, stopping_of
 from raafl.log import warn_once
@@ -62,7 +62,7 @@ class TrainerModule(LightningModule):
         self.trainer_of = _holder(trainer)
         # what steps of this copy set or change on the Trainer; as attributes of a module they start again in each task
         self.trainer_attributes = types.SimpleNamespace(**state_of(trainer))
-        self._modules_beside = modules_of(trainer)
+        self._shared = shared_of(trainer)
 
     @property
     def loss_in_forward(self) -> bool:
@@ -212,7 +212,7 @@ class TrainerModule(LightningModule):
             dtype = _autocast_dtype(device.type, trainer.args if evaluates else None)
             with (
                 _forward_in(dtype, self.model, device.type),
-                unchanged_modules(trainer, self._modules_beside),
+                unchanged(trainer, self._shared),
                 lent_attributes(trainer, vars(self.trainer_attributes)),
             ):
                 yield trainer

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 import raafl
 from raafl.errors import BadInput
-from raafl.local.trainer_attributes import modules_of, state_of, unchanged_modules
+from raafl.local.trainer_attributes import shared_of, state_of, unchanged
 from tests.helpers.small_trainers import plain
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
@@ -39,6 +39,11 @@ def averaged(trainer: Any) -> float:
 def metered(trainer: Any) -> float:
     trainer.meter.steps += 1
     return float(trainer.meter.steps)
+
+
+def queued(trainer: Any) -> float:
+    trainer.large[trainer.state.global_step % 4] = 1.0
+    return 1.0
 
 
 def measured(trainer: Any) -> float:
@@ -93,12 +98,27 @@ def test_a_module_beside_the_model_that_a_loss_changes_is_refused(tmp_path: Path
         federation.simulate(raafl.from_trainer(changing(tmp_path, taught)))
 
 
+def test_a_tensor_too_large_to_be_copied_that_a_loss_changes_is_refused(tmp_path: Path) -> None:
+    federation = raafl.Federation("fed_avg", clients=1, max_updates=1, output=tmp_path / "run", progress="quiet")
+    says = r"Changing\.large changes in a step, so it would carry over from client to client: keep it below 16 MiB, or keep"
+    with pytest.raises(BadInput, match=says):
+        federation.simulate(raafl.from_trainer(changing(tmp_path, queued)))
+
+
 def test_what_is_no_state_of_a_loss_is_shared(tmp_path: Path) -> None:
     """Neither data sets and tables, nor large tensors, nor what leads to the Trainer itself is copied for each task."""
     trainer = changing(tmp_path, appended)
     copies = state_of(trainer)
     assert copies.keys() == {"seen", "center", "meter", "mean", "label_names"}
-    assert copies["meter"] is not trainer.meter and modules_of(trainer) == ("teacher",)
+    assert copies["meter"] is not trainer.meter and shared_of(trainer) == ("teacher", "large")
+
+
+def test_the_bound_of_what_is_copied_holds_for_the_sum_of_an_attribute(tmp_path: Path) -> None:
+    """Ten copies of it, of the modules that a process keeps built, take 160 MiB at most, and not ten times any list."""
+    trainer = changing(tmp_path, appended)
+    trainer.few, trainer.many = ([torch.zeros(1 << 20) for _ in range(num)] for num in (4, 5))
+    assert "few" in (copies := state_of(trainer)) and "many" not in copies
+    assert shared_of(trainer) == ("teacher", "large", "many")
 
 
 def test_what_two_attributes_share_is_one_object_in_the_copies(tmp_path: Path) -> None:
@@ -125,5 +145,5 @@ def replaced(module: Any) -> None:
 def test_a_module_beside_the_model_may_move_to_another_device(step: Any, refused: bool) -> None:
     trainer = SimpleNamespace(teacher=torch.nn.BatchNorm1d(2))
     expected = pytest.raises(BadInput, match="teacher changes in a step") if refused else nullcontext()
-    with expected, unchanged_modules(trainer, ("teacher",)):
+    with expected, unchanged(trainer, ("teacher",)):
         step(trainer.teacher)

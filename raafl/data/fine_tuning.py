@@ -128,7 +128,8 @@ class FineTuning(TrainTestData):
         chat_template: file with a Jinja template for chats; null = the template of the tokenizer.
         max_length: largest number of tokens in an example; for seq2seq, in its prompt and in its completion each.
         packing: whether to fill training rows of max_length tokens with several examples of one group, each of which
-            sees only its own tokens.
+            sees only its own tokens. A module of your own must call its model with use_cache=False, since transformers
+            ignores the restarting ``position_ids`` of a row with a cache.
         padding: length to which rows are padded: max_length, or longest (that of the longest row in a batch; costs are
             then predicted from the longest rows of all). Completions for seq2seq are always padded to the longest of
             all.

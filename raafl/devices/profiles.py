@@ -63,7 +63,7 @@ class Profile:
     `bandwidth_bytes_per_s`: bytes of operands and results per second that a GPU's kernels reach; infinite = ``flops_per_s``
     covers them.
     `repeat_s`: seconds after which both lists of changes start again; None = never.
-    `drift_s`: seconds after which a slowly changing factor is independent of its earlier value; None = no drift.
+    `drift_s`: seconds between draws of a slowly changing factor, independent after twice as long; None = no drift.
 
     Raises:
         ValueError: a field is out of range; the message says what to write instead.

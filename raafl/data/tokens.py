@@ -24,16 +24,10 @@ WORDS = "words"
 _UNKNOWN = 1  # token id of unknown words; 0 is padding
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
+    *("*token*.json", "vocab.*", "merges.txt", "*.model", "*.spm", "*.bpe", "*.codes", "*.tiktoken", "tekken.json"),
+    *("chat_template.jinja", "chat_templates/*.jinja"),
 )
+"""Patterns of the files in which tokenizers of transformers have their vocabulary, rules, added tokens and templates."""
 
 
 class TensorTokens(GatherDataset):
@@ -138,7 +132,8 @@ class Tokenizer:
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
         where = Path(package_folder(self.name))
-        files: list[Path | str] = [where / name for name in _FILES if (where / name).is_file()]
+        found = {path for pattern in _FILES for path in where.glob(pattern) if path.is_file()} if where.is_dir() else ()
+        files: list[Path | str] = [*sorted(found)]
         return files or [self.name]
 
     def encode(

@@ -46,6 +46,15 @@ def test_a_tokenizer_of_transformers(tokenizer_folder):
     assert tokenizer_folder / "tokenizer.json" in tokenizer.cache_inputs()  # another file, another cache
 
 
+def test_cached_tokens_depend_on_each_file_that_a_tokenizer_reads_and_on_no_weights(tokenizer_folder):
+    before = Tokenizer(str(tokenizer_folder)).cache_inputs()
+    own = ["added_tokens.json", "sentencepiece.bpe.model", "source.spm", "bpe.codes", "vocab.bpe", "tekken.json"]
+    for name in [*own, "model.safetensors", "config.json", "pytorch_model.bin"]:
+        (tokenizer_folder / name).touch()
+    more = set(Tokenizer(str(tokenizer_folder)).cache_inputs()) - set(before)
+    assert more == {tokenizer_folder / name for name in own}
+
+
 def test_a_tokenizer_may_come_in_a_package(tokenizer_folder, tmp_path, monkeypatch):
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path.parent))

@@ -455,7 +455,9 @@ def clients_table(run: RecordedRun) -> Table:
     """Return a table with a row for each client: device, outcomes of its tasks, working time, bytes."""
     import numpy as np
 
-    tasks = run.tasks
+    from raafl.runfolder.intervals import worked_s
+
+    tasks, at_work_s = run.tasks, worked_s(run)
     columns = ["client", "device", "samples", "tasks", "merged", "refused", "lost", "unused", "staleness_mean"]
     columns += ["staleness_max", "median_task_s", "at_work_share", "bytes_down", "bytes_up"]
     rows = []
@@ -471,7 +473,7 @@ def clients_table(run: RecordedRun) -> Table:
         row += [int(kind[mine].sum()) for kind in ended.values()]
         row += [float(staleness.mean()), int(staleness.max())] if len(staleness) else [None, None]
         row.append(float(np.median(lasted_s)) if len(lasted_s) else None)
-        row.append(min(float(lasted_s.sum()) / run.end_s, 1.0) if run.end_s > 0 else None)
+        row.append(min(at_work_s[number] / run.end_s, 1.0) if run.end_s > 0 else None)
         row += [int(np.nansum(tasks[name][mine])) for name in ("bytes_down", "bytes_up")]
         rows.append(row)
     return columns, rows

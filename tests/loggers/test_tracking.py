@@ -103,8 +103,10 @@ def test_the_tables_are_what_the_rows_say(finished):
         assert cells["unused"] == sum(task["outcome"] == "unused" for task in mine)
         assert (cells["staleness_mean"], cells["staleness_max"]) == (pytest.approx(mean(merged)), max(merged))
         assert cells["median_task_s"] == pytest.approx(median(lasted_s))
-        assert cells["at_work_share"] == pytest.approx(sum(lasted_s) / summary["time_s"])
+        at_work_s = sum(float(task["arrived_s"] or summary["time_s"]) - float(task["assigned_s"]) for task in mine)
+        assert cells["at_work_share"] == pytest.approx(at_work_s / summary["time_s"])
         assert cells["bytes_up"] == sum(int(task["bytes_up"] or 0) for task in mine)
+    assert mean(row[columns.index("at_work_share")] for row in rows) == pytest.approx(summary["utilisation"])
     assert sum(row[columns.index("samples")] for row in rows) == sum(
         client.num_samples for client in run.clients.values()
     )

@@ -11,7 +11,8 @@ from raafl.commands.cli import main
 from raafl.commands.report import _partitioned_data
 from raafl.data import Digits, Dirichlet
 from raafl.lab.report.clients import classes_of, partition
-from raafl.lab.report.timeline import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, task_intervals, uses
+from raafl.lab.report.timeline import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, uses
+from raafl.runfolder.intervals import task_intervals
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import MERGED
 from tests.habits.source import ROOT

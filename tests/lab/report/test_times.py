@@ -13,10 +13,10 @@ from raafl.lab.report.timeline import (
     TRANSFER,
     WAIT,
     busy_share,
-    task_intervals,
     transfer_s,
     uses,
 )
+from raafl.runfolder.intervals import task_intervals, worked_s
 from raafl.runfolder.reading import read
 from tests.lab.report.folders import EVENTS, TASKS, write
 
@@ -51,6 +51,7 @@ def test_where_the_time_went(tmp_path):
     spent = uses(run, task_intervals(run))
     assert spent[1] == pytest.approx({TRAIN: 3, TRANSFER: 6, TASK: 0, NOTHING: 1, WAIT: 0, AWAY: 0})
     assert spent[2] == pytest.approx({TRAIN: 5, TRANSFER: 0, TASK: 0, NOTHING: 3, WAIT: 0, AWAY: 2})
+    assert worked_s(run) == {1: 10.0, 2: 8.0}  # what was lost, not used or under way is work, too
 
 
 def test_each_batch_of_a_model_in_two_halves_takes_the_latency_both_ways(tmp_path):
@@ -74,6 +75,7 @@ def test_a_second_in_which_a_client_trains_and_sends_counts_once(tmp_path):
     found = task_intervals(run)
     assert [row[1:3] for row in by_client(run)[:3]] == [(0.0, 4.0), (2.5, 9.0), (7.0, 10.0)]
     assert uses(run, found)[1] == pytest.approx({TRAIN: 3, TRANSFER: 6, TASK: 0, NOTHING: 1, WAIT: 0, AWAY: 0})
+    assert worked_s(run) == pytest.approx({1: 10.0, 2: 8.0})
     edges = np.array([0.0, 2.0, 8.0, 10.0])
     assert busy_share(found, [[1, 2]], edges)[0] == pytest.approx([1.0, (6 + 4) / 12, 1.0])  # client 2 is away for 2 s
 

@@ -25,6 +25,7 @@ STATED = (
     ("ram-fed-table-2-mnist-dirichlet-0.01", "RAM-Fed L-Arb", "RA-Fed L-Arb"),
     ("ram-fed-table-2-cifar10", "FedAvg", "RAM-Fed L-Arb"),
     ("ram-fed-table-2-cifar10", "PruneFL L", "RAM-Fed L-Arb"),
+    ("ram-fed-table-3-ag-news", "RAM-Fed L-Arb", "PruneFL L"),
     ("ram-fed-table-3-ag-news", "RAM-Fed S-Arb", "RA-Fed S-Arb"),
     ("ram-fed-table-3-ag-news", "RAM-Fed L-Arb", "RA-Fed L-Arb"),
     ("ram-fed-table-3-ag-news", "RAM-Fed MIX-Arb", "RA-Fed MIX-Arb"),

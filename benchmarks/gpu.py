@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 from benchmarks.common import Row, report, table
 from benchmarks.gpu_steps import ROOT, STEPS, Cases, Where, run
@@ -103,17 +104,25 @@ def _write_row(path: Path | None, row: Row) -> None:
 def _attempt(name: str, device: str, limit_s: float, rows: Path | None) -> Row:
     command = [sys.executable, "-m", "benchmarks.gpu", "--step", name, "--device", device]
     command += [] if rows is None else ["--rows", str(rows)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        words, _ = process.communicate(timeout=limit_s)
-        record = json.loads(words)
-    except ValueError:
-        record = {"outcome": f"died with {process.returncode}", "rows": []}
-    except subprocess.TimeoutExpired:
-        record = {"outcome": f"not done within {limit_s:.0f} s", "rows": []}
-    finally:
-        _end(process)
-    return record
+    # a process that is killed leaves its temporary folders: they lie in one that this process deletes
+    with tempfile.TemporaryDirectory(prefix="raafl-gpu-", ignore_cleanup_errors=True) as scratch:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": scratch},
+        )
+        try:
+            words, _ = process.communicate(timeout=limit_s)
+            return cast(Row, json.loads(words))
+        except ValueError:
+            return {"outcome": f"died with {process.returncode}", "rows": []}
+        except subprocess.TimeoutExpired:
+            return {"outcome": f"not done within {limit_s:.0f} s", "rows": []}
+        finally:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

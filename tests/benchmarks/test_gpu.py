@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -106,6 +107,7 @@ def test_a_row_that_fails_is_a_row_with_its_error_and_only_such_rows_are_run_aga
         with os.fdopen(reader) as words:
             return {"outcome": f"died with {code}", "rows": []} if code else json.load(words)
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a process that dies leaves its temporary folder
     monkeypatch.setattr(gpu, "STEPS", {"rows": gpu_steps.Step(rows, 60.0)})
     monkeypatch.setattr(gpu, "_head", lambda num_gpus: {})
     monkeypatch.setattr(gpu, "_attempt", attempt)
@@ -172,6 +174,18 @@ def test_a_step_that_dies_and_a_process_by_its_last_words(monkeypatch):
     finally:
         os.killpg(sleeping.pid, signal.SIGKILL)
         sleeping.communicate()
+
+
+def test_what_a_step_leaves_that_is_ended_is_deleted(tmp_path, monkeypatch):
+    (tmp_path / "system").mkdir()
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nmkdir "$TMPDIR/left"; ls -d "$TMPDIR/left" > {tmp_path}/told; sleep 60\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    monkeypatch.setattr(gpu.sys, "executable", str(script))
+    assert gpu.begin("fine", "cpu", 1.0)["outcome"] == "not done within 1 s"
+    assert (tmp_path / "told").read_text().startswith(f"{tmp_path}/system/raafl-gpu-")
+    assert not list((tmp_path / "system").iterdir())
 
 
 def test_a_step_has_a_process_of_its_own_and_a_limit():

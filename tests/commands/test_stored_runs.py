@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import uuid
 
 import pytest
@@ -17,6 +18,12 @@ from raafl.runfolder.journal import RunFolder
 @pytest.fixture
 def url():
     return f"memory://{uuid.uuid4()}/run 1"
+
+
+@pytest.fixture(autouse=True)
+def copies(tmp_path_factory, monkeypatch):
+    """Copies of runs lie among the tests' folders: a command deletes its own when its process ends, which is this one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("copies")))
 
 
 def test_a_run_in_a_store_is_watched_reported_replayed_and_audited(run, url, tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -190,7 +191,8 @@ def torchrun(argv: list[str]) -> int:
     from torch.distributed.run import main as run
 
     try:
-        run(argv)
+        with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # by itself it leaves a folder
+            run(["--log-dir", logs, *argv])
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
         return 1

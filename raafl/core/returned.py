@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, SupportsFloat, SupportsIndex, Union, get_args, get_origin, get_type_hints
@@ -102,9 +102,10 @@ def _drawing(draw: Callable[..., list[int]], name: str) -> Callable[..., list[in
 
     def drawn(self: Any, idle: Any, *args: Any, **named: Any) -> list[int]:
         before = set(idle)
-        chosen = draw(self, idle, *args, **named)
-        if not _fits(chosen, list[int]):
-            return chosen  # which is refused for its type
+        found = draw(self, idle, *args, **named)
+        if not _fits(found, Collection[int]):
+            return found  # which is refused for its type
+        chosen = [*found]
         if (wrong := sorted(set(chosen) - before)) or len(set(chosen)) < len(chosen):
             which = f"client {wrong[0]}, which is not idle" if wrong else "a client twice"
             raise WrongReturn(f"{name} returned {which}: let it return clients of `idle`, each once")
@@ -138,7 +139,8 @@ def _contains(value: Any, origin: Any, args: tuple[Any, ...]) -> bool:
     if issubclass(origin, Mapping):
         items = value.items() if isinstance(value, Mapping) else ()
         return isinstance(value, Mapping) and all(_fits(key, args[0]) and _fits(one, args[1]) for key, one in items)
-    if issubclass(origin, Iterable):
-        is_container = isinstance(value, origin) or (origin not in (list, frozenset) and isinstance(value, Iterable))
-        return is_container and not isinstance(value, str) and all(_fits(one, args[0]) for one in value)
+    if issubclass(origin, Collection):
+        # an array is as good as a sequence, but lists are added to lists; an iterator would be used up here
+        is_one = isinstance(value, origin if origin in (list, frozenset) else Collection)
+        return is_one and not isinstance(value, str) and all(_fits(one, args[0]) for one in value)
     return isinstance(value, origin)

@@ -118,6 +118,9 @@ def test_numbers_and_containers_of_other_libraries_are_as_good():
     assert merge.numbers(None) == [0.5] and len(merge.figures(None)) == 3
     assert merge.reject_reason(None, None, None, 0) is None
     assert overriding(EachArrival, "due", np.bool_(True))().due(None)
+    assert overriding(Sample, "draw", (1, np.int64(2)))().draw({1, 2}, 0, None, rolling=True) == [1, 2]
+    with pytest.raises(WrongReturn, match="returned <genexpr>: let it"):  # it would be used up
+        overriding(Mean, "numbers", (number for number in (0.5,)))(0.5).numbers(None)
     # what the outermost class promises counts: EachArrival.needed returns a number, and Trigger's may return None
     assert overriding(EachArrival, "needed", None)().needed(1, 0) is None
 

@@ -15,11 +15,13 @@ import torch
 
 
 @contextmanager
-def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Return a context that restores the state of all random generators at its end."""
+def undisturbed(gpus: Iterable[int] = (), seed: int | None = None) -> Iterator[None]:
+    """Return a context that restores the state of all random generators at its end; ``seed`` seeds them at its start."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(list(gpus)):
+            if seed is not None:
+                seeded(seed)
             yield
     finally:
         random.setstate(states[0])

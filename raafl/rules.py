@@ -105,6 +105,8 @@ class Rules:
     """Whether DiLoCo's steps by speed are by predicted times with overlap, whose measured ones contain waits for the uplink."""
     counts_returned = _Since(9)
     """Whether a server that was restarted starts with as many clients as have come back, not with those from before."""
+    seeds_setup = _Since(10)
+    """Whether a data module draws its splits from generators that are seeded alike in each process, run and replay."""
     waits_for_groups = _Since(9)
     """Whether in rounds, too, masked updates of fewer clients than a sum needs wait for more clients, and are not refused."""
     sizes_overlapped = _Since(10)

@@ -101,8 +101,7 @@ class ClientData:
 
     def num_batches(self, batch_size: int | None = None) -> int:
         """Return the number of batches in one epoch of this client."""
-        size = self._size(batch_size)
-        return batches_of_epoch(self.num_samples, size, self.drop_last)
+        return batches_of_epoch(self.num_samples, self._size(batch_size), self.drop_last)
 
     def sizes(self, batch_size: int | None = None) -> list[int]:
         """Return the number of samples in each batch of one epoch of this client."""
@@ -256,7 +255,7 @@ class FederatedData:
         self.num_clients = num_clients
         self.datamodule, self._rules = datamodule, rules or Rules()
         self.notes: list[str] = []
-        with reading(type(datamodule).__name__):
+        with reading(type(datamodule).__name__, self._rules):
             check_transfer(datamodule)
             datamodule.prepare_data()
             datamodule.setup("fit")
@@ -354,17 +353,8 @@ class FederatedData:
         return mine
 
     def _own(self, indices: torch.Tensor, copied: bool, weights: torch.Tensor | None = None) -> ClientData:
-        return ClientData(
-            self._dataset,
-            indices,
-            self.batch_size,
-            self._collate,
-            copied,
-            self.drop_last,
-            weights,
-            self._shuffles,
-            self._owned,
-        )
+        order = self.drop_last, weights, self._shuffles, self._owned
+        return ClientData(self._dataset, indices, self.batch_size, self._collate, copied, *order)
 
     def _owned_by(self, dataset: object, collate: object) -> list[Any]:
         return owned_generators(dataset, collate) if self._rules.reseeds_data else []
@@ -452,7 +442,7 @@ class FederatedData:
         module = self.datamodule
         if not overrides(module, name):
             return None
-        with reading(type(module).__name__):
+        with reading(type(module).__name__, self._rules):
             if name == "test_dataloader":
                 module.setup("test")
             loader = getattr(module, name)()
@@ -468,8 +458,7 @@ class FederatedData:
 
     def _some_of_training(self) -> Loader:
         """Make a loader of evenly spaced training samples, for data modules without test set; add a note about that."""
-        length = len(self._dataset)
-        num = min(length, _MOST_MEASURED)
+        length, num = len(self._dataset), min(len(self._dataset), _MOST_MEASURED)
         self.notes.append(
             f"{type(self.datamodule).__name__} has no test or validation set: the global model is measured on "
             f"{num:,} samples of the training set, which says nothing of new data"

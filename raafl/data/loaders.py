@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,17 +25,22 @@ from torch.utils.data import (
 
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.module_hooks import BATCH_HOOKS
-from raafl.rng import reseed
+from raafl.rng import reseed, undisturbed
+from raafl.rules import Rules
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Return a context that turns errors into a `BadInput` of the field ``data``; ``what`` names the thing that is being read."""
+def reading(what: str, rules: Rules | None = None) -> Iterator[None]:
+    """Return a context that turns errors into a `BadInput` of the field ``data``; ``what`` names the thing that is being read.
+
+    By a run's ``rules`` random splits drawn here are the same in each process: no client trains on the server's test samples.
+    """
     try:
-        yield
+        with nullcontext() if rules is None or not rules.seeds_setup else undisturbed(seed=0):
+            yield
     except BadInput:
         raise
     except USER_ERRORS as error:

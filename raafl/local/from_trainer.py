@@ -217,8 +217,8 @@ def _build(make: Any) -> Any:
     """Call the user's function that makes a Trainer, with a fixed seed, and restore the global random state afterwards."""
     if not callable(make):
         raise BadInput(f"trainer is {briefly(make)}: give a transformers.Trainer, or a function that makes one")
-    with undisturbed(()), _without_ranks():
-        torch.manual_seed(0)
+    with undisturbed(seed=0), _without_ranks():
+        torch.manual_seed(0)  # also seeds GPUs
         made = make()
     if not isinstance(made, _trainer_class()):
         raise BadInput(f"trainer is a function that makes {type(made).__name__}: let it return a transformers.Trainer")

@@ -50,9 +50,9 @@ class ServerSetup:
 
 def load_data(experiment: Experiment) -> FederatedData:
     """Load the data of an experiment and divide them among the clients."""
-    with reading("the data module"):
+    with reading("the data module", rules := Rules(experiment.rules)):
         module = experiment.data()
-    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed, Rules(experiment.rules))
+    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed, rules)
 
 
 def evaluation_seed(experiment: Experiment) -> int | None:

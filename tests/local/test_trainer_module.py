@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,3 +147,23 @@ def test_the_seed_of_a_collator_gives_way_to_the_runs(tmp_path: Path, caplog: py
     assert federation.replay(tmp_path / "run", raafl.from_trainer(masked(tmp_path)))["equal"]
     assert "DataCollatorForLanguageModeling.seed is 3: its masks are drawn by the seed of the run" in caplog.text
     assert (trainer.data_collator.seed, trainer.data_collator.generator) == (3, None)
+
+
+def test_a_function_that_splits_its_rows_without_a_seed_makes_one_split_in_each_process(tmp_path: Path) -> None:
+    """`train_test_split` draws from NumPy's global generator, which other processes have in another state."""
+    from datasets import Dataset
+
+    def make() -> Any:
+        rows = Dataset.from_list([{"x": [float(i)] * 4, "labels": i % 2} for i in range(20)]).train_test_split(0.25)
+        trainer = plain(tmp_path)
+        trainer.train_dataset, trainer.eval_dataset = rows["train"], rows["test"]
+        return trainer
+
+    found = []
+    for seed in (1, 2):
+        np.random.seed(seed)
+        before = np.random.get_state()[1].tolist()
+        trainer = raafl.from_trainer(make).data.trainer_of()
+        assert np.random.get_state()[1].tolist() == before
+        found.append([row["x"][0] for row in trainer.eval_dataset])
+    assert found[0] == found[1]

@@ -27,9 +27,11 @@ from raafl.config.options import Engine, Samples, seconds
 from raafl.config.targets import direction
 from raafl.core.algorithm import Algorithm
 from raafl.data.federated import FederatedData, Sized
+from raafl.data.loaders import reading
 from raafl.errors import USER_ERRORS, RunFailed, format_error, one_line
 from raafl.lab.plan.dry import Prediction
 from raafl.local.evaluate import Evaluator
+from raafl.rules import Rules
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.lifecycle.checkpointer import AsItIs
 from raafl.runtime.run import evaluator_of, form_of
@@ -368,7 +370,8 @@ def _grows(experiment: Experiment, metric: str) -> bool | None:
 
 def _of_trials(experiment: Experiment) -> Experiment:
     """Derive the settings of trials from the run's: candidates are evaluated on training data that no client gets."""
-    module = experiment.data()
+    with reading("the data module", Rules(experiment.rules)):
+        module = experiment.data()
     partition = experiment.partition
     if not partition.validation_share:
         num = sum(load_data(replace(experiment, data=lambda: module)).sizes)

@@ -18,6 +18,7 @@ from raafl.core.algorithm import SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.data.federated import ClientData, FederatedData
+from raafl.data.loaders import reading
 from raafl.data.partition import Iid
 from raafl.devices.gpus import Place
 from raafl.devices.measure import memory_room
@@ -147,7 +148,9 @@ class ClientSetup:
 def whole(experiment: Experiment) -> FederatedData:
     """Return all training data of the experiment as the data of one client."""
     partition = Iid(test_share=experiment.partition.test_share)
-    return FederatedData(experiment.data(), partition, 1, experiment.seed, Rules(experiment.rules))
+    with reading("the data module", rules := Rules(experiment.rules)):
+        module = experiment.data()
+    return FederatedData(module, partition, 1, experiment.seed, rules)
 
 
 _HOLES = 1.5

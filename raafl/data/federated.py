@@ -272,7 +272,10 @@ class FederatedData:
         self._owned = self._owned_by(self._dataset, self._collate)
         self.measured = ""
         self._validation = partition.validation_rows(len(self._dataset), seed)
-        rows, sizes = self._split(partition, num_clients, seed)
+        with undisturbed(
+            seed=seed if self._rules.seeds_setup else None
+        ):  # a partition may draw from these in place of `rng`
+            rows, sizes = self._split(partition, num_clients, seed)
         self._parts, self._test_parts = _Parts(rows, sizes), _Parts(rows[:0], [0] * num_clients)
         if partition.test_share:
             parts = enumerate(torch.split(rows, sizes), start=1)
@@ -426,9 +429,8 @@ class FederatedData:
         """Make a reader that gives the batches of an evaluation loader in order; a small data set is stored in memory."""
         fetch, is_fast = fetcher(found.dataset, found.collate)
         num_samples = len(found.dataset)
-        tensors = None
-        if is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES:
-            tensors = fetch(torch.arange(num_samples))
+        is_small = is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES
+        tensors = fetch(torch.arange(num_samples)) if is_small else None
         drop_last = found.drop_last and self._rules.keeps_order
         owned = self._owned_by(found.dataset, found.collate)
         return InOrder(fetch, num_samples, found.batch_size, tensors, drop_last, owned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Subset, random_split
 
 from raafl.algorithms import fed_avg
-from raafl.data import Iid
+from raafl.data import Iid, Partition
 from raafl.data.federated import FederatedData
 from raafl.rng import generators, same_generators
 from raafl.rules import CURRENT, Rules
@@ -83,6 +84,23 @@ def test_what_a_constructor_draws_is_the_same_in_each_process_too(tmp_path, own_
         (whole if own_data else load_data)(experiment(tmp_path / "r", fed_avg(), data=data, clients=2, seed=seed))
         assert same_generators(before, generators())
     assert made[0].constructed == made[1].constructed
+
+
+@dataclass(frozen=True)
+class Unseeded(Partition):
+    """A partition of a user's that draws from NumPy's global generator, not from `rng`."""
+
+    def assign(self, labels, num_clients, rng, columns):
+        return np.array_split(np.random.permutation(len(labels)), num_clients)
+
+
+def test_a_partition_that_ignores_its_generator_is_the_same_in_each_process_and_another_for_another_seed():
+    found = []
+    for state, seed in ((1, 0), (2, 0), (2, 1)):
+        module, before = Splitting(), other_state(state)
+        found.append(FederatedData(module, Unseeded(), 2, seed=seed).indices(1).tolist())
+        assert same_generators(before, generators())
+    assert found[0] == found[1] != found[2]
 
 
 def test_older_runs_split_as_they_did():

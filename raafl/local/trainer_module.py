@@ -82,10 +82,7 @@ class TrainerModule(LightningModule):
                 with_methods(copied, forward=_patched_forward(function, part))
         trainer = self.trainer_of()
         _align(made.model, trainer.processing_class)
-        if trainer.args.activation_checkpointing:
-            options = dict(trainer.args.activation_checkpointing_kwargs or {})
-            further = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
-            made.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **further)
+        _checkpoint(made.model, trainer.args)
         return made.cpu().train()  # type: ignore[no-any-return]
 
     def early_stopping(self) -> list[dict[str, Any]]:
@@ -402,6 +399,22 @@ def _forward_in(dtype: torch.dtype | None, model: nn.Module, kind: str) -> Itera
     with restored_attributes(model, "forward"), torch.autocast(kind, enabled=False):
         model.forward = convert_outputs_to_fp32(forward)
         yield
+
+
+def _checkpoint(model: Any, args: Any) -> None:
+    """Let a model's layers be computed again in the backward pass, if a Trainer's arguments ask for it.
+
+    transformers before 5.23 has only the name gradient checkpointing, v6 only that of activation checkpointing.
+    """
+    old = not hasattr(args, "activation_checkpointing")
+    if not (args.gradient_checkpointing if old else args.activation_checkpointing):
+        return
+    if old:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        return
+    options = dict(args.activation_checkpointing_kwargs or {})
+    further = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **further)
 
 
 def _align(model: Any, processor: Any) -> None:

@@ -53,6 +53,34 @@ def test_perplexity_is_that_of_the_tokens_however_the_trainer_counts_them(tmp_pa
     assert model.final["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
 
 
+class OldArguments:
+    """Arguments of transformers before 5.23: they have one name for it, `gradient_checkpointing`."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("activation_checkpointing"):
+            raise AttributeError(name)
+        return getattr(self._args, name)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_checkpointing_goes_by_its_older_name_where_transformers_has_no_other(
+    tmp_path: Path, asked: bool, monkeypatch: Any
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    trainer = gpt2(tmp_path)
+    trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs = asked, {"use_reentrant": False}
+    module = raafl.from_trainer(trainer).module
+    trainer.args = OldArguments(trainer.args)
+    given: list[Any] = []
+    monkeypatch.setattr(GPT2LMHeadModel, "gradient_checkpointing_enable", lambda self, **more: given.append(more))
+    module.fresh()
+    assert given == [{"gradient_checkpointing_kwargs": {"use_reentrant": False}}] * asked
+
+
 def contrasted(folder: Path, **changes: Any) -> Any:
     """A classifier whose loss calls the model twice, and multiplies matrices outside of it."""
     from transformers import Trainer

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else(wheel):
     assert "raafl/py.typed" in names and not [name for name in names if "__pycache__" in name]
     entries = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "raafl = raafl.commands.cli:main" in entries
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what git tracks is only known in a checkout")
+def test_the_source_archive_holds_what_its_tests_and_pages_read(tmp_path):
+    """All tracked files but the hosting's: tests read docs/architecture.md, docs name benchmarks/results."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    options = ["--sdist", "--no-isolation", "--outdir", str(tmp_path)]
+    run(sys.executable, "-m", "build", *options, str(ROOT), cwd=tmp_path)
+    (archive,) = tmp_path.glob("raafl-*.tar.gz")
+    with tarfile.open(archive) as file:
+        packed = {name.partition("/")[2] for name in file.getnames()}
+    tracked = run("git", "ls-files", cwd=ROOT).stdout.splitlines()
+    wanted = {name for name in tracked if not name.startswith(".") and name != "CODEOWNERS"}
+    assert sorted(wanted - packed) == []
 
 
 ASKED = """

@@ -100,7 +100,7 @@ def compare(
         variant: name of one of the file's variants; None = the file as it is.
         output: folder of the comparison; None = comparisons/NAME.
         jobs: number of runs at a time, each in a process of its own.
-        draws: whether to write index.html and curves.svg, which need plotly and matplotlib.
+        draws: whether to write index.html, and with matplotlib curves.svg.
 
     Returns:
         The result, which shows itself in a notebook.
@@ -146,8 +146,8 @@ def run_comparison(
         BadInput: an option is wrong; raised before any run starts.
         RunFailed: all trials of a row failed, or a run was interrupted from outside.
     """
-    if draws:
-        report.check_drawing()
+    if draws and (missing := report.missing_drawing()):
+        _tell(missing)
     search = comparison.search
     # an invalid option of the search is reported here, before any run starts
     studies = search is not None and search.sampler is not None
@@ -326,7 +326,7 @@ def sweep(
         spec: file of a sweep, or its fields: config, fields, trials and what docs/compare.md lists.
         output: folder of the sweep; None = sweeps/NAME.
         jobs: number of runs at a time, each in a process of its own.
-        draws: whether to write index.html and curves.svg, which need plotly and matplotlib.
+        draws: whether to write index.html, and with matplotlib curves.svg.
 
     Returns:
         The result of a comparison with one row, whose `searched` has all trials and the best settings.

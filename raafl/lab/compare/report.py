@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,15 +20,15 @@ from raafl.core.select import time_on
 from raafl.core.types import Work
 from raafl.devices.measure import measure_machine
 from raafl.devices.profiles import Profile
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 from raafl.lab.compare.comparison import Comparison
 from raafl.lab.compare.results import differences, gains, measure, rules_of, summarize
 from raafl.lab.compare.runs import Outcome, machine_name, parsed, provenance
 from raafl.lab.compare.search import Trial, rungs
 from raafl.lab.plan.dry import Prediction, World, predict
 from raafl.lab.report.groups import COLOURS, Group, curves
-from raafl.lab.report.overview import check_figure, draw
-from raafl.lab.report.page import Table, escaped, page, plotly_js, table_html
+from raafl.lab.report.overview import draw
+from raafl.lab.report.page import Table, escaped, page, table_html
 from raafl.runfolder.reading import read
 from raafl.submodel import FULL
 from raafl.units import duration, quantity, size
@@ -84,7 +85,7 @@ def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
 
 
 def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> list[Path]:
-    """Write result.json, table.csv, table.tex, curves.svg and index.html; return their paths."""
+    """Write result.json, table.csv, table.tex, index.html, and with matplotlib curves.svg; return their paths."""
     table = cells(result)
     paths = _save(
         folder,
@@ -97,8 +98,8 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
     # after the numbers were saved: an error while drawing loses nothing
     groups = groups_of(result, folder) if draws else []
     if groups:
-        page_text = _page(result, table, groups)
-        paths += _save(folder, {"curves.svg": draw(groups, ".svg"), "index.html": page_text.encode()})
+        curves_file = {} if missing_drawing() else {"curves.svg": draw(groups, ".svg")}
+        paths += _save(folder, {**curves_file, "index.html": _page(result, table, groups).encode()})
     return paths
 
 
@@ -162,10 +163,11 @@ def _search_tables(found: Mapping[str, Any]) -> str:
     return f'<section id="search"><h2>Search</h2>{table_html(Table(head, rows, note))}</section>'
 
 
-def check_drawing() -> None:
-    """Raise `BadInput` unless plotly and matplotlib are installed."""
-    plotly_js()
-    check_figure(Path("curves.svg"))
+def missing_drawing() -> str:
+    """Return a text that says why a comparison has no curves.svg: matplotlib is not installed; empty if it is."""
+    if find_spec("matplotlib") is not None:
+        return ""
+    return f"there will be no curves.svg, which matplotlib draws: {installing('report')}"
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -178,6 +178,15 @@ def test_a_run_that_a_method_ended_for_a_reason_of_its_own_has_ended(finished, t
     assert json.loads(path.read_text())["finished"] == "converged"
 
 
+def test_without_matplotlib_there_is_a_page_and_a_line_about_the_curves(finished, monkeypatch, caplog):
+    file, folder, _ = finished
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # neither found nor imported
+    caplog.set_level("INFO", logger="raafl")
+    compare([file, "--output", str(folder)])
+    assert (folder / "index.html").is_file() and not (folder / "curves.svg").exists()
+    assert "there will be no curves.svg, which matplotlib draws: pip install '.[report]'" in caplog.text
+
+
 def test_other_code_runs_anew_unless_any_code_will_do(finished, monkeypatch):
     file, out, before = finished
     monkeypatch.setattr(runs, "code_digest", lambda: "0" * 64)

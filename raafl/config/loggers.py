@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, installing, nearest
 
 SHORT_NAMES = {
     "csv": "lightning.pytorch.loggers.CSVLogger",
@@ -32,6 +32,7 @@ _PACKAGES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
     "WandbLogger": ("wandb",),
 }
+_EXTRAS = {"MLFlowLogger": "mlflow", "WandbLogger": "wandb"}
 _LIBRARIES = {"MLFlowLogger": "mlflow", "TensorBoardLogger": "torch.utils.tensorboard", "WandbLogger": "wandb"}
 """Library that a logger imports when it is created or first called."""
 _IMPORTING = threading.Lock()
@@ -113,7 +114,8 @@ def _check(spec: LoggerSpec) -> None:
     cls = _find(spec)
     packages = _PACKAGES.get(spec.name, ())
     if packages and not any(importlib.util.find_spec(package) for package in packages):
-        raise BadInput(f"logger is {spec.class_path}, which needs the package {packages[0]}: pip install {packages[0]}")
+        remedy = installing(_EXTRAS[spec.name]) if spec.name in _EXTRAS else f"pip install {packages[0]}"
+        raise BadInput(f"logger is {spec.class_path}, which needs the package {packages[0]}: {remedy}")
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

@@ -25,7 +25,7 @@ from raafl.data import readers
 from raafl.data.readers import load_splits, rows_of
 from raafl.data.sources import TrainTestData
 from raafl.data.tokens import Tokenizer, load_tokenizer, made_examples
-from raafl.errors import BadInput, at_least, one_of
+from raafl.errors import BadInput, at_least, installing, one_of
 
 _log = logging.getLogger(__name__)
 _PARTS = ("ids", "starts", "labels", "label_starts", "group")
@@ -233,8 +233,10 @@ class FineTuning(TrainTestData):
     def _splits(self, path: str) -> Any:
         if not path.startswith("made:"):
             return load_splits(path, self.name)
-        from datasets import Dataset as Rows
-
+        try:
+            from datasets import Dataset as Rows
+        except ImportError as error:
+            raise BadInput(f"path is '{path}', which needs the package datasets: {installing('hf')}") from error
         return {"train": Rows.from_list(made_examples(path))}
 
     def _encoded(self, splits: object, path: str, split: str) -> _Encoded:

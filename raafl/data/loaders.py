@@ -47,7 +47,9 @@ def reading(what: str, rules: Rules | None = None) -> Iterator[None]:
         reason = (
             f"{format_error(error)}: is there a data set without samples, or are samples not as that line takes them?"
         )
-        if isinstance(error, OSError):
+        if isinstance(error, ModuleNotFoundError):
+            reason = f"{format_error(error)}: install that package"
+        elif isinstance(error, OSError):
             path = f" '{error.filename}'" if error.filename else ""
             reason = f"{error.strerror or error}{path}: put the file there, or give its path"
         wrong = BadInput(f"{what} cannot read its data: {reason}")

@@ -130,6 +130,15 @@ def test_what_fails_in_the_code_that_reads_is_said_with_its_line():
     assert e.value.field == "data"
 
 
+def test_a_missing_package_is_to_be_installed():
+    class Scans(Module):
+        def setup(self, stage):
+            import no_such_reader  # noqa: F401
+
+    with pytest.raises(BadInput, match=r"No module named 'no_such_reader' \(.*\): install that package$"):
+        FederatedData(Scans(tensors()), Iid(), 2, 0)
+
+
 @pytest.mark.parametrize(("train", "test", "name"), [(0, 5, "train"), (5, 0, "val")])
 def test_data_without_samples_is_refused(train, test, name):
     with pytest.raises(BadInput, match=rf"the data set of {name}_dataloader\(\) is TensorDataset without any samples"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -44,6 +45,12 @@ def read(path, **more):
     data = FineTuning(path, "bytes", **{"max_length": 16, "batch_size": 4, **more})
     data.setup()
     return data
+
+
+def test_built_in_examples_name_the_extra_that_they_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BadInput, match=r"path is 'made:sums', which needs the package datasets: pip install '.\[hf\]'"):
+        read("made:sums")
 
 
 def test_of_a_chat_only_what_the_assistant_says_counts_with_and_without_the_mark():

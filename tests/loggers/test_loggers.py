@@ -311,6 +311,13 @@ def test_a_missing_package_is_named_before_training(monkeypatch, tmp_path):
         experiment(tmp_path / "run", logger=["csv"]).check()
 
 
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_missing_package_of_an_extra_is_installed_by_it(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BadInput, match=rf"which needs the package {name}: pip install '.\[{name}\]'"):
+        specs(name)
+
+
 def test_a_config_keeps_what_it_says_and_nothing_is_imported_for_it(tmp_path):
     from raafl.config.parse import parse
 

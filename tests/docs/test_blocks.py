@@ -110,6 +110,11 @@ def test_the_pages_have_blocks_of_every_kind():
     assert all(len(block.reason) > 8 for block in found if block.reason), "a marker without a reason"
 
 
+def test_every_block_names_its_language():
+    """By it a block is run, parsed or left alone."""
+    assert [str(block) for page in PAGES for block in blocks(page) if not block.language] == []
+
+
 def test_every_block_is_closed():
     assert [page.name for page in PAGES if len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.M)) % 2] == []
 

@@ -22,8 +22,8 @@ usage: raafl certs COMMAND [--folder certs] [--days 30]
   init [--federation NAME]   make the federation's certificate authority: ca.crt for everybody, ca.key for nobody else
   server HOST...             make the server's key and certificate for the names and addresses by which it is called
   request SITE               at a site: make its key, which stays there, and SITE.csr, which goes to the authority
-  sign FILE.csr [--clients 1,2]   at the authority: sign it as SITE.crt, which goes back to the site with ca.crt; the server's
-                             list, sites.yaml, lets the site be these clients
+  sign FILE.csr [--clients 1,2]   at the authority: sign it as SITE.crt, which goes back to the site with ca.crt and
+                             revoked.crl; the server's list, sites.yaml, lets the site be these clients
   renew SITE|server          issue the next certificate for the key that the site has
   revoke SITE|server         take certificates back: a server that runs cuts the site within a second, and a site that has the
                              new list, revoked.crl, connects to no server with a revoked certificate
@@ -116,7 +116,7 @@ def _sign(options: Namespace) -> str:
         write(sites, listed.encode())
     return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
-        f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
+        f"{options.folder / 'ca.crt'} and {options.folder / 'revoked.crl'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
         + ("" if clients else _hint_if_unlisted(options, site))
     )
 

@@ -25,7 +25,9 @@ def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):
     words = capsys.readouterr().out
     told = [line for line in words.splitlines() if line.count(":") == 15]
     assert len(told) == 2 and told[0] == told[1], "the fingerprint that the site reads out is the one that is signed"
-    assert "authority of federation 'heart'" in words and "send it back with certs/ca.crt" in words
+    assert (
+        "authority of federation 'heart'" in words and "send it back with certs/ca.crt and certs/revoked.crl" in words
+    )
     assert main(["certs", "list"]) == 0
     assert "expires soon: raafl certs renew north" in capsys.readouterr().out
     assert main(["certs", "revoke", "north"]) == 0 and main(["certs", "list", "--json"]) == 0

@@ -272,9 +272,8 @@ class FederatedData:
         self._owned = self._owned_by(self._dataset, self._collate)
         self.measured = ""
         self._validation = partition.validation_rows(len(self._dataset), seed)
-        with undisturbed(
-            seed=seed if self._rules.seeds_setup else None
-        ):  # a partition may draw from these in place of `rng`
+        # a partition may draw from torch's or Python's generators in place of `rng`
+        with undisturbed(seed=seed if self._rules.seeds_setup else None):
             rows, sizes = self._split(partition, num_clients, seed)
         self._parts, self._test_parts = _Parts(rows, sizes), _Parts(rows[:0], [0] * num_clients)
         if partition.test_share:

@@ -116,8 +116,8 @@ def _sign(options: Namespace) -> str:
         write(sites, listed.encode())
     return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
-        f"{options.folder / 'ca.crt'} and {options.folder / 'revoked.crl'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
-        + ("" if clients else _hint_if_unlisted(options, site))
+        f"{options.folder / 'ca.crt'} and {options.folder / 'revoked.crl'}, if this is the fingerprint that the site told you:\n"
+        f"{fingerprint(request)}" + ("" if clients else _hint_if_unlisted(options, site))
     )
 
 

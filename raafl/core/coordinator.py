@@ -264,9 +264,8 @@ class Coordinator:
         state = self.state
         due = [item for item in state.waiting if ids is None or item.update.assignment in ids]
         if not due:  # the trigger would be due again at once, without end
-            raise WrongReturn(
-                f"{type(self.algorithm.trigger).__name__}.merged_now returned no update that waits: let it name some"
-            )
+            name = type(self.algorithm.trigger).__name__
+            raise WrongReturn(f"{name}.merged_now returned no update that waits: let it name some")
         left = [item for item in state.waiting if not (ids is None or item.update.assignment in ids)]
         state.waiting[:] = due
         self.is_merging = True  # not reset if the method raises: the global model may then contain half a merge

@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(what: str, rules: Rules | None = None) -> Iterator[None]:
-    """Return a context that turns errors into a `BadInput` of the field ``data``; ``what`` names the thing that is being read.
-
-    By a run's ``rules`` random splits drawn here are the same in each process: no client trains on the server's test samples.
-    """
+    """Return a context that turns errors of reading ``what`` into a `BadInput` of ``data`` and seeds random splits by ``rules``."""
+    # drawn alike in each process: no client trains on the server's test samples
     try:
         with nullcontext() if rules is None or not rules.seeds_setup else undisturbed(seed=0):
             yield

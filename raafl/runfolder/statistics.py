@@ -155,13 +155,9 @@ class RunStatistics:
 
     # ---- current values ----
 
-    def working_s(self, now: float, ended: Mapping[int, float] | None = None) -> float:
-        """Return the seconds, summed over clients, that open tasks have taken until ``now``.
-
-        `ended`: seconds that tasks took which have ended and wait for a merge, by assignment id; None = there are none.
-        """
-        took_s = ended or {}
-        return sum(took_s.get(number, now - since) for number, since in self._since.items())
+    def working_s(self, now: float, ended: Mapping[int, float]) -> float:
+        """Return the seconds of all open tasks until ``now``; ``ended``: of those that wait for a merge, by assignment id."""
+        return sum(ended.get(number, now - since) for number, since in self._since.items())
 
     def clients(self) -> dict[str, float]:
         """Return the clients' metrics on their own test data: the latest of each client, averaged by number of samples."""

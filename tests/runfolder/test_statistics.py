@@ -185,7 +185,7 @@ def test_what_is_saved_goes_on_the_same():
     second.restore(first.save())
     play(second, range(6, 12))
     assert second.save() == whole.save()
-    assert second.working_s(20.0) == whole.working_s(20.0) == sum(20 - n for n in range(1, 12))
+    assert second.working_s(20.0, {}) == whole.working_s(20.0, {}) == sum(20 - n for n in range(1, 12))
 
 
 # ---- whole runs ----

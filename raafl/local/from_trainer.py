@@ -27,6 +27,8 @@ import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
 
 _log = logging.getLogger(__name__)
+OLDEST: Final = (5, 19)
+"""Oldest transformers whose Trainer is taken; the extra `hf` asks for it."""
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which a Trainer would join torchrun's process group."""
 _OWN_LOOP = (
@@ -207,9 +209,13 @@ class Data(LightningDataModule):
 
 def _trainer_class() -> Any:
     try:
-        from transformers import Trainer
+        from transformers import Trainer, __version__
     except ImportError as error:
         raise BadInput(f"from_trainer needs transformers ({error}): {installing('hf')}") from None
+    # an older Trainer lacks attributes that a task reads, and fills in arguments that are then refused as the user's
+    if tuple(map(int, __version__.split(".")[:2])) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise BadInput(f"transformers is {__version__}, but from_trainer needs {needed} or newer: {installing('hf')}")
     return Trainer
 
 

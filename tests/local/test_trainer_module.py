@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 import raafl
 from raafl.errors import BadInput
+from raafl.local.from_trainer import OLDEST
+from tests.habits.source import ROOT
 from tests.helpers.small_trainers import arguments, classifier, plain, text, tokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
@@ -79,6 +82,19 @@ def test_checkpointing_goes_by_its_older_name_where_transformers_has_no_other(
     monkeypatch.setattr(GPT2LMHeadModel, "gradient_checkpointing_enable", lambda self, **more: given.append(more))
     module.fresh()
     assert given == [{"gradient_checkpointing_kwargs": {"use_reentrant": False}}] * asked
+
+
+def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = gpt2(tmp_path)
+    monkeypatch.setattr("transformers.__version__", "5.9.1")
+    with pytest.raises(
+        BadInput, match=r"^transformers is 5.9.1, but from_trainer needs 5.19 or newer: pip install '.\[hf\]'"
+    ):
+        raafl.from_trainer(trainer)
+    monkeypatch.setattr("transformers.__version__", "6.0.0.dev0")
+    assert raafl.from_trainer(trainer).data is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "transformers>={}.{}".format(*OLDEST) in project["optional-dependencies"]["hf"]
 
 
 def contrasted(folder: Path, **changes: Any) -> Any:

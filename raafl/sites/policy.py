@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime, timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor
 
 from raafl.config.messages import ErrorCollector, Wrong, parser_of, place_in
-from raafl.errors import BadInput, at_least, installing, nearest, positive
+from raafl.errors import BadInput, at_least, nearest, positive
 from raafl.local.train import LocalTrainer
 from raafl.log import warn_once
-from raafl.parts.protect.privacy import epsilon, gaussian
+from raafl.parts.protect.privacy import check_accounting, epsilon, gaussian
 from raafl.plain_yaml import read_yaml
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import CHUNK, is_merged, reals
@@ -176,8 +175,8 @@ class SitePolicy:
                 "policy.metrics is null, but policy.privacy adds no noise to metrics: name the metrics that may be "
                 "sent without noise, or give [] for none"
             )
-        if self.privacy is not None and self.privacy.noise_multiplier > 0 and find_spec("dp_accounting") is None:
-            raise BadInput(f"policy.privacy needs the package dp-accounting: {installing('privacy')}")
+        if self.privacy is not None and self.privacy.noise_multiplier > 0:
+            check_accounting("policy.privacy")
 
     def windows(self) -> list[Hours]:
         """Return the site's hours, parsed; an empty list = it always works."""

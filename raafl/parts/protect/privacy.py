@@ -18,10 +18,12 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -39,6 +41,9 @@ from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.robust import difference, feed, norm_of
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import CHUNK, is_merged
+
+OLDEST_ACCOUNTING: Final = (0, 6)
+"""Oldest dp-accounting with `get_epsilon_gaussian`; the extra `privacy` asks for it."""
 
 NEIGHBOURS = "one client's updates replaced by zero"
 """Adjacency of every epsilon here, in words."""
@@ -69,8 +74,8 @@ def private(
             f"privacy.clip_norm is {privacy.clip_norm:g}, which needs merges of a fixed number of updates, but clients_at_work "
             "changes this number: leave clients_at_work out"
         )
-    if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
-        raise BadInput(f"privacy.clip_norm needs the package dp-accounting: {installing('privacy')}")
+    if privacy.noise_multiplier > 0:
+        check_accounting("privacy.clip_norm")
     if privacy.delta * num_clients >= 1:
         raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
     merge = Private(
@@ -120,6 +125,16 @@ def noise_key(privacy: Privacy, seed: int) -> tuple[bytes, bool]:
         return key, text.startswith(FOLLOWS_SUM)
     except (OSError, ValueError) as error:
         raise BadInput(f"privacy.seed_file is '{path}': {error}: name a new file, or one that raafl has made") from None
+
+
+def check_accounting(field: str) -> None:
+    """Raise `BadInput` unless a dp-accounting is installed that has the function of which `epsilon` is made."""
+    found = importlib.util.find_spec("dp_accounting") is not None
+    with suppress(metadata.PackageNotFoundError):  # importable without being installed: it is tried
+        found = found and tuple(map(int, metadata.version("dp-accounting").split(".")[:2])) >= OLDEST_ACCOUNTING
+    if not found:
+        needed = ".".join(map(str, OLDEST_ACCOUNTING))
+        raise BadInput(f"{field} needs the package dp-accounting, {needed} or newer: {installing('privacy')}")
 
 
 @lru_cache(4096)

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import math
 import stat
+import tomllib
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect import privacy as privacies
 from raafl.parts.protect.privacy import Privacy, Private, epsilon, expected_updates, gaussian, noise_key, private
 from raafl.submodel import FULL, Spec
+from tests.habits.source import ROOT
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 from tests.helpers.merges import merge_all, take
 from tests.parts.protect.test_robust import BOTTOM, INF, MIDDLE, TOP, WithNorm, one
@@ -223,6 +225,20 @@ def test_a_merge_is_expected_to_have_so_many(algorithm, num):
 
 
 # ---- the seed, saved and restored, bad input ----
+
+
+def test_a_dp_accounting_that_is_too_old_is_refused_before_the_run(monkeypatch):
+    """Before 0.6 it has no `get_epsilon_gaussian`: the run ended at its first merge."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    privacy = Privacy(clip_norm=1.0)
+    assert private(fed_avg(), privacy, 4, KEY)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"dp-accounting": "0.5.1"}[name])
+    with pytest.raises(
+        BadInput, match=r"^privacy.clip_norm needs the package dp-accounting, 0.6 or newer: pip install"
+    ):
+        private(fed_avg(), privacy, 4, KEY)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["privacy"] == ["dp-accounting>={}.{}".format(*privacies.OLDEST_ACCOUNTING)]
 
 
 def test_the_seed_file_is_made_once_and_for_its_owner_alone(tmp_path):

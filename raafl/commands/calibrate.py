@@ -170,6 +170,11 @@ def _warnings(run: RealRun, fits: dict[int, Fit]) -> list[str]:
             f"{run.num_paced} of {len(run.tasks)} tasks took as long as an emulated device, so the profiles "
             "describe that device; run with emulate: false to calibrate this machine"
         )
+    if run.experiment.overlap:
+        found.append(
+            "the run has overlap, so where an update waited until the one before was sent, the wait counts as computing: "
+            "calibrate on a run with overlap: false"
+        )
     short = [str(client) for client, fit in sorted(fits.items()) if not fit.num_held_out]
     if short:
         found.append(

@@ -9,6 +9,7 @@ import pytest
 
 from raafl.algorithms import split_fed
 from raafl.algorithms.split_fed.exchange import KEY
+from raafl.commands.calibrate import _warnings
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment, parse
 from raafl.core.types import Assignment, ClientInfo
@@ -190,6 +191,13 @@ def test_real_tasks_give_the_speed_that_they_were_slowed_to(real, tmp_path):
     beside = check(run, fits)
     assert beside.updates == 12 and abs(beside.error) < 0.25
     assert beside.predicted_s == pytest.approx(beside.real_s * (1 + beside.error))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_waits_for_the_uplink_in_the_times_of_a_run_with_overlap_are_said(real, overlap):
+    run = read_real(real[0], replace(real[1], overlap=overlap), base=Profile(flops_per_s=5.0e9, bytes_per_s=1.0e12))
+    said = [line for line in _warnings(run, calibrate(run)) if "calibrate on a run with overlap: false" in line]
+    assert len(said) == overlap
 
 
 def test_the_command_writes_a_device_file_and_says_its_error(real, tmp_path, capsys):

@@ -334,7 +334,7 @@ def whole_labels(values: Any, path: str, column: str) -> npt.NDArray[np.int64]:
         BadInput: one is no whole number; rounding would make another class of it.
     """
     found = np.asarray(values)
-    for row, value in enumerate(found.tolist()):
+    for row, value in enumerate([] if found.dtype.kind in "iu" else found.tolist()):
         try:
             is_whole = int(value) == float(value)
         except (TypeError, ValueError, OverflowError):

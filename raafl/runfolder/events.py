@@ -20,6 +20,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.append_file import complete_rows
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import (
+    BREAKS,
     CLIENTS,
     CONFIG,
     EVENTS,
@@ -52,6 +53,12 @@ def read_summary(folder: Path) -> Summary | None:
         return None
     wrong = wrong_fields(found, Summary)
     return cast(Summary, {name: value for name, value in found.items() if name not in wrong})
+
+
+def is_ended(summary: Summary | None) -> bool:
+    """Check whether a summary is of a run that ended by a limit, or a reason of its method's own, and was not broken off."""
+    reason = (summary or Summary()).get("finished")
+    return bool(reason) and not str(reason).startswith(BREAKS)
 
 
 def is_current(summary: Summary, folder: Path, *, resumed: bool) -> bool:
@@ -163,6 +170,10 @@ class JournalReader:
                 # the chain's hash belongs to the file format of `raafl.runfolder.append_file`, not to the event
                 row.pop("chain", None)
                 yield cast(JournalRow, row)
+
+    def first(self) -> JournalRow:
+        """Return the first row, which describes the run; an empty one if the journal has none. Raises as `written` does."""
+        return next(self.written(), JournalRow())
 
     def __iter__(self) -> Iterator[JournalRow]:
         """Yield the rows in order, except those that were rolled back.

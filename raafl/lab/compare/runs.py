@@ -37,8 +37,8 @@ from raafl.lab.compare.comparison import Options
 from raafl.lab.compare.processes import check_free, in_processes, ranks_log, start
 from raafl.lab.report.groups import of_experiment
 from raafl.runfolder.checkpoints import newest
-from raafl.runfolder.events import read_summary
-from raafl.runfolder.schema import BREAKS, CLIENT, JOURNAL, METRICS, TRAIN, Summary, is_metric
+from raafl.runfolder.events import is_ended, read_summary
+from raafl.runfolder.schema import CLIENT, JOURNAL, METRICS, TRAIN, Summary, is_metric
 from raafl.runfolder.seals import file_digest
 from raafl.runtime.lifecycle.environment import processor
 from raafl.units import duration, quantity
@@ -254,9 +254,7 @@ class Runner:
             names += sorted(path for path in self._root.glob(pattern) if path.is_dir() and path != names[0])
         for folder in names:
             note, summary = _note(folder), read_summary(folder)
-            # a method may end a run for a reason of its own
-            ended = summary is not None and not str(summary.get("finished") or BREAKS[0]).startswith(BREAKS)
-            if ended and note.get("digest") == run.digest:
+            if summary is not None and is_ended(summary) and note.get("digest") == run.digest:
                 _check_goals(run, folder)
                 return Outcome(run, folder, summary, str(note.get("code", "")))
         return None

@@ -31,7 +31,7 @@ from raafl.lab.plan.trials import SHARE, Load, TrialPlan, Trials, planned, tried
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.events import JournalReader
-from raafl.runfolder.schema import JOURNAL, JournalRow
+from raafl.runfolder.schema import JOURNAL
 from raafl.runtime.lifecycle.last_entries import TRIALS_S
 from raafl.sanitize import sanitize_text
 
@@ -384,7 +384,7 @@ def chosen_for(experiment: Experiment, simulated: bool | None) -> Experiment:
 def chosen_by(folder: Path) -> Algorithm | None:
     """Return the algorithm that was chosen for a run, from its journal; None if the run's method was not chosen by raafl."""
     try:
-        found = next(JournalReader(folder).written(), JournalRow()).get("chosen")
+        found = JournalReader(folder).first().get("chosen")
         if found is None:
             return None
         return replace(Candidate("", found["method"], found["settings"]).algorithm(), chosen=found)

@@ -11,8 +11,9 @@ import numpy as np
 
 from raafl.config.targets import Goals
 from raafl.lab.report.page import Chart, Table, View, axis, rounded, thin_rows, thinned
+from raafl.runfolder.events import is_ended
 from raafl.runfolder.reading import Numbers, RecordedRun
-from raafl.runfolder.schema import BREAKS, MERGED, TIME_TO
+from raafl.runfolder.schema import MERGED, TIME_TO
 
 NOT_THE_EXPERIMENT = (
     "seed",
@@ -126,7 +127,7 @@ def _experiment(run: RecordedRun) -> dict[str, Any]:
 
 def _cut_short(run: RecordedRun) -> bool:
     """Check whether a run ended before any of its limits was reached."""
-    return str((run.summary or {}).get("finished") or BREAKS[0]).startswith(BREAKS)
+    return not is_ended(run.summary)
 
 
 def _key(run: RecordedRun) -> str:

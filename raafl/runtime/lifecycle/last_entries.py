@@ -10,7 +10,6 @@ from raafl.core.coordinator import Coordinator
 from raafl.errors import USER_ERRORS, cause
 from raafl.local.evaluate import Evaluator
 from raafl.runfolder.append_file import to_json
-from raafl.runfolder.schema import JournalRow
 from raafl.runtime.setup import ServerSetup
 
 TRIALS_S: Final = "trials_real_s"
@@ -50,6 +49,6 @@ def trials(chosen: Mapping[str, Any] | None, resumed: Path | None) -> dict[str, 
     if chosen is None and resumed is not None:
         from raafl.runfolder.events import JournalReader
 
-        chosen = next(JournalReader(resumed).written(), JournalRow()).get("chosen")
+        chosen = JournalReader(resumed).first().get("chosen")
     found = dict((chosen or {}).get("trials", {}))
     return found | ({"real_s": chosen[TRIALS_S]} if chosen and TRIALS_S in chosen else {})

@@ -30,7 +30,7 @@ from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
 from raafl.runfolder.books import END_UNSEALED, check_books, cut_incomplete_row
-from raafl.runfolder.events import JournalReader, read_summary
+from raafl.runfolder.events import JournalReader, is_ended, read_summary
 from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import (
@@ -77,7 +77,7 @@ class SavedRun:
 
     def check_mode(self, experiment: Experiment) -> None:
         """Raise `BadInput` if a config batches clients in another mode than this run did."""
-        same_mode(experiment, next(JournalReader(self.folder).written(), JournalRow()), f"resume: '{self.folder}'")
+        same_mode(experiment, JournalReader(self.folder).first(), f"resume: '{self.folder}'")
 
     def values(self, layout: Layout) -> FlatTensors:
         """Return the values of the global model in the checkpoint as flat tensors, arranged as ``layout`` says."""
@@ -179,8 +179,7 @@ def has_ended(folder: Path) -> bool:
 
     A summary from before the run was resumed has another reason, such as that it was stopped.
     """
-    summary = read_summary(folder)
-    if summary is None or str(summary.get("finished") or BREAKS[0]).startswith(BREAKS):
+    if not is_ended(read_summary(folder)):
         return False
     seals = read_seals(folder / SEALS) if (folder / SEALS).is_file() else []  # none: of a version before them
     return not seals or (seals[-1] is not None and seals[-1].data.get("final") is True)
